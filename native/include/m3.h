@@ -1,0 +1,376 @@
+/* m3.h - the whole public C interface of the m3-gguf engine.
+ *
+ * Two objects: an m3_model (weights of one MiniMax-M3 shaped model, shareable between sessions) and an
+ * m3_session (one paged cache with its sequences). Beside them a reader for GGUF files and the conversion of
+ * rows between float32 and the storage types.
+ *
+ * Conventions
+ *   - Shapes are written outermost first: [n_tokens, n_embd] has n_embd contiguous. GGUF writes the same
+ *     tensor as ne = {n_embd, n_tokens}.
+ *   - Every function that can fail returns an m3_status and fills a caller-owned m3_error (may be NULL) with
+ *     one line that names the thing, what was expected and what was found. On failure out-pointers are set
+ *     to NULL and nothing is left allocated; a session whose eval failed keeps the length it had before.
+ *   - The engine never prints, exits, reads the environment or keeps mutable globals.
+ *   - Options structs start with struct_size = sizeof(the struct), which catches a library and a header that
+ *     do not belong together. A zeroed field means its default.
+ *   - One thread at a time may use a session or bind weights to a model, with two exceptions that any thread
+ *     may call at any time: m3_session_cancel and m3_session_progress. Sessions of one model are independent.
+ *
+ * The model: MiniMax-M3, sparse attention as in "MiniMax Sparse Attention" (arXiv 2606.13392). The file:
+ * GGUF version 3, architecture "minimax-m3", as written by llama.cpp.
+ */
+#ifndef M3_H
+#define M3_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* The library is built with hidden visibility; what this header declares is what it exports. */
+#if defined(__GNUC__)
+#pragma GCC visibility push(default)
+#endif
+
+/* [declarations] The part down to [end of declarations] is free of macros and is read by cffi as it stands. */
+
+#define M3_ABI_VERSION 1
+
+/* Limits. A file or an option beyond them is refused by name. */
+#define M3_MAX_LAYERS 1024
+#define M3_MAX_HEADS 1024
+#define M3_MAX_EXPERTS 4096
+#define M3_MAX_DIM 1048576 /* n_embd, head_dim * n_head, feed-forward widths */
+#define M3_MAX_HEAD_DIM 1024
+#define M3_MAX_VOCAB 4194304
+#define M3_MAX_TOP_K 1024
+#define M3_MIN_BLOCK 16 /* block_size: a power of two from M3_MIN_BLOCK to M3_MAX_BLOCK */
+#define M3_MAX_BLOCK 1024
+#define M3_MAX_CONTEXT 16777216 /* tokens of one sequence */
+#define M3_MAX_SEQUENCES 4096
+#define M3_MAX_DIMS 4
+#define M3_ERROR_SIZE 768
+
+typedef enum m3_status {
+  M3_OK = 0,
+  M3_ERROR_ARGUMENT = 1,    /* an argument or option is out of its documented range */
+  M3_ERROR_IO = 2,          /* the file cannot be opened, read or mapped */
+  M3_ERROR_FORMAT = 3,      /* not a valid GGUF file, or truncated */
+  M3_ERROR_MODEL = 4,       /* a valid GGUF file whose model cannot be run: architecture, keys, tensors */
+  M3_ERROR_MEMORY = 5,      /* the machine has not the memory that was asked for */
+  M3_ERROR_CONTEXT = 6,     /* the tokens do not fit in the sequence or the session has no free page */
+  M3_ERROR_NOT_FINITE = 7,  /* NaN or infinity came out of a layer; the message names it */
+  M3_ERROR_CANCELLED = 8,   /* m3_session_cancel was called during eval */
+  M3_ERROR_UNSUPPORTED = 9, /* a backend, instruction set or type that this build or machine lacks */
+  M3_ERROR_UNBOUND = 10     /* a weight that the evaluated layers need has no data bound */
+} m3_status;
+
+typedef struct m3_error {
+  int32_t code;      /* an m3_status */
+  char message[768]; /* UTF-8, one line, NUL-terminated; control characters of file names are replaced by '?' */
+} m3_error;
+
+/* Tensor types by their GGUF number. Types that are not listed are refused by name or number. */
+typedef enum m3_type {
+  M3_TYPE_F32 = 0,
+  M3_TYPE_F16 = 1,
+  M3_TYPE_Q8_0 = 8, /* blocks of 32: float16 scale, then 32 int8 */
+  M3_TYPE_BF16 = 30
+} m3_type;
+
+typedef enum m3_device { M3_DEVICE_AUTO = 0, M3_DEVICE_CPU = 1, M3_DEVICE_CUDA = 2 } m3_device;
+
+/* Instruction set of the CPU kernels. AUTO takes the widest one the machine has. SCALAR is the specification;
+ * the others may differ from it by float32 rounding only. */
+typedef enum m3_isa {
+  M3_ISA_AUTO = 0,
+  M3_ISA_SCALAR = 1,
+  M3_ISA_AVX2 = 2,   /* AVX2, FMA, F16C */
+  M3_ISA_AVX512 = 3, /* AVX-512 F, BW, VL, DQ */
+  M3_ISA_NEON = 4
+} m3_isa;
+
+typedef enum m3_attention {
+  M3_ATTENTION_SPARSE = 0, /* what the model was trained for */
+  M3_ATTENTION_DENSE = 1   /* every layer reads every visible token: out of distribution for the sparse layers */
+} m3_attention;
+
+/* Version of this interface (M3_ABI_VERSION of the library). */
+int32_t m3_abi_version(void);
+
+/* Program version, "major.minor.patch"; static storage. */
+const char *m3_version(void);
+
+/* ------------------------------------------------------------------------------------------------ types */
+
+/* Name of a type as GGUF tools print it ("Q8_0"), or NULL for a type the engine does not know; static storage. */
+const char *m3_type_name(int32_t type);
+
+/* Elements per block of a type (1 for F32, F16, BF16), 0 for an unknown type. */
+int64_t m3_type_block_size(int32_t type);
+
+/* Bytes of one row of n elements, or -1 if the type is unknown, n is negative or not a multiple of its block. */
+int64_t m3_row_bytes(int32_t type, int64_t n);
+
+/* Converts rows: src float32 [n_rows, n_per_row] to dst in `type`, n_rows * m3_row_bytes(type, n_per_row)
+ * bytes. Rounds to nearest even (Q8_0: nearest, ties away from zero, scale absmax/127 in float32 stored as
+ * float16, as in GGUF). Refused with M3_ERROR_NOT_FINITE: NaN or infinity in src; a finite value that F16, or
+ * a Q8_0 scale, cannot hold. The message names the row, the column, the value and how many there are.
+ * n_threads: 0 takes all cores. dst may be written in part on failure. */
+m3_status m3_quantize(int32_t type, const float *src, int64_t n_rows, int64_t n_per_row, void *dst, int64_t dst_bytes,
+                      int32_t n_threads, m3_error *err);
+
+/* The inverse: dst float32 [n_rows, n_per_row]. Exact (every stored value has one float32 value). */
+m3_status m3_dequantize(int32_t type, const void *src, int64_t src_bytes, int64_t n_rows, int64_t n_per_row, float *dst,
+                        int32_t n_threads, m3_error *err);
+
+/* ------------------------------------------------------------------------------------------------ GGUF */
+
+typedef struct m3_gguf m3_gguf;
+
+/* Value types of GGUF metadata, by their number in the file. */
+typedef enum m3_kv_type {
+  M3_KV_U8 = 0,
+  M3_KV_I8 = 1,
+  M3_KV_U16 = 2,
+  M3_KV_I16 = 3,
+  M3_KV_U32 = 4,
+  M3_KV_I32 = 5,
+  M3_KV_F32 = 6,
+  M3_KV_BOOL = 7,
+  M3_KV_STRING = 8,
+  M3_KV_ARRAY = 9,
+  M3_KV_U64 = 10,
+  M3_KV_I64 = 11,
+  M3_KV_F64 = 12
+} m3_kv_type;
+
+typedef struct m3_string {
+  const char *data; /* UTF-8 by the format, not checked; not NUL-terminated */
+  uint64_t size;    /* bytes */
+} m3_string;
+
+typedef struct m3_kv {
+  m3_string key;
+  int32_t type;             /* an m3_kv_type; arrays give M3_KV_ARRAY */
+  int32_t element_type;     /* of an array, else equal to type */
+  uint64_t n;               /* elements; 1 for a scalar */
+  const void *data;         /* packed little-endian numbers, unaligned; NULL for strings */
+  const m3_string *strings; /* [n] for a string or an array of strings, else NULL */
+} m3_kv;
+
+typedef struct m3_tensor {
+  m3_string name;
+  int32_t type;    /* GGUF type number */
+  int32_t n_dims;  /* 1 to 4 */
+  int64_t ne[4];   /* ne[0] contiguous; unused ones are 1 */
+  uint64_t offset; /* from the start of the file, 0 if the file holds the header only */
+  uint64_t n_bytes;
+  const void *data; /* in the mapped file; NULL if it holds the header only */
+} m3_tensor;
+
+/* Opens and validates a file: every count, offset and size is checked against the file before it is used.
+ * The file is mapped read-only; what the accessors return points into the mapping or the object and is valid
+ * until m3_gguf_close. Split files (split.count > 1) are refused by name. */
+m3_status m3_gguf_open(const char *path, m3_gguf **out, m3_error *err);
+
+/* Parses a header that the caller holds (metadata and tensor list, no tensor data). The bytes are copied.
+ * `name` stands for the file name in messages. */
+m3_status m3_gguf_parse_header(const void *bytes, uint64_t n_bytes, const char *name, m3_gguf **out, m3_error *err);
+
+void m3_gguf_close(m3_gguf *gguf); /* NULL is allowed */
+
+int64_t m3_gguf_n_kv(const m3_gguf *gguf);
+int64_t m3_gguf_n_tensors(const m3_gguf *gguf);
+uint64_t m3_gguf_file_bytes(const m3_gguf *gguf);
+
+/* The i-th key or tensor in file order, NULL if i is out of range. */
+const m3_kv *m3_gguf_kv(const m3_gguf *gguf, int64_t i);
+const m3_tensor *m3_gguf_tensor(const m3_gguf *gguf, int64_t i);
+
+/* By name (NUL-terminated), NULL if absent. */
+const m3_kv *m3_gguf_find_kv(const m3_gguf *gguf, const char *key);
+const m3_tensor *m3_gguf_find_tensor(const m3_gguf *gguf, const char *name);
+
+/* ------------------------------------------------------------------------------------------------ model */
+
+typedef struct m3_model m3_model;
+
+/* Dimensions of a model, read from the file. */
+typedef struct m3_hparams {
+  int32_t n_layer;
+  int32_t n_dense_layer; /* leading layers with full attention and a dense MLP */
+  int32_t n_embd;
+  int32_t n_head;
+  int32_t n_head_kv;
+  int32_t head_dim;
+  int32_t n_rot; /* rotated channels of each q, k, index q and index k head, the first ones */
+  int32_t n_ff;  /* width of the dense MLP */
+  int32_t n_ff_expert;
+  int32_t n_ff_shared; /* n_ff_expert * shared experts; 0 without shared experts */
+  int32_t n_expert;
+  int32_t n_expert_used;
+  int32_t n_vocab;
+  int32_t n_index_head; /* equals n_head_kv: one block list for each KV head */
+  int32_t index_dim;
+  int32_t top_k; /* blocks that one query reads, local ones included */
+  int32_t block_size;
+  int32_t local_blocks; /* blocks that are always read: the query's own and those before it */
+  int64_t context_train;
+  float rope_theta;
+  float rms_eps;
+  float expert_scale; /* factor on the routed sum */
+  float swiglu_alpha; /* 1.702 and 7: constants of the architecture, not in the file */
+  float swiglu_limit;
+} m3_hparams;
+
+typedef struct m3_model_options {
+  uint32_t struct_size;
+  int32_t device; /* an m3_device; AUTO is the CPU in a build without CUDA */
+  int32_t isa;    /* an m3_isa; one that the machine lacks is M3_ERROR_UNSUPPORTED */
+} m3_model_options;
+
+/* Opens a GGUF file and binds every weight to its mapping. options may be NULL. Refused by name: another
+ * architecture; a file of the generations without (or with older names of) the indexer tensors; missing,
+ * extra or mis-shaped tensors; types and dimensions out of the limits above. */
+m3_status m3_model_open(const char *path, const m3_model_options *options, m3_model **out, m3_error *err);
+
+/* The same from a header only (m3_gguf_parse_header): the weights have types and shapes but no data until
+ * m3_model_bind gives them some. */
+m3_status m3_model_open_header(const void *bytes, uint64_t n_bytes, const char *name, const m3_model_options *options,
+                               m3_model **out, m3_error *err);
+
+void m3_model_close(m3_model *model); /* NULL is allowed; sessions of it must be closed first */
+
+/* Binds data to a weight of a header-only model. `expert` picks one matrix of a stacked expert tensor, -1
+ * means the whole tensor. n_bytes must be the size that type and shape ask for. The data is not copied: it must
+ * stay valid and unchanged until m3_model_unbind_layer, a second bind, or close. */
+m3_status m3_model_bind(m3_model *model, const char *tensor, int32_t expert, const void *data, uint64_t n_bytes,
+                        m3_error *err);
+
+/* Forgets the data of layer `layer` (0-based), or of the tensors outside the layers (embeddings, output norm,
+ * head) if layer is -1. Only for header-only models. */
+m3_status m3_model_unbind_layer(m3_model *model, int32_t layer, m3_error *err);
+
+const m3_hparams *m3_model_hparams(const m3_model *model); /* valid until close */
+const m3_gguf *m3_model_gguf(const m3_model *model);       /* metadata; valid until close */
+const char *m3_model_backend_name(const m3_model *model);  /* "cpu" */
+const char *m3_model_isa_name(const m3_model *model);      /* "scalar", "avx2", "avx512", "neon" */
+
+/* ------------------------------------------------------------------------------------------------ session */
+
+typedef struct m3_session m3_session;
+
+/* What eval records for m3_session_blocks and m3_session_block_scores. */
+#define M3_RECORD_BLOCKS 1
+#define M3_RECORD_SCORES 2
+
+/* A page fresh from the pool is filled with NaN, so that a read of a row that no token wrote shows in the
+ * result. For tests. */
+#define M3_SESSION_POISON 1
+
+typedef struct m3_session_options {
+  uint32_t struct_size;
+  int32_t sequences;   /* 1 to M3_MAX_SEQUENCES; 0 is 1 */
+  int64_t context;     /* tokens that one sequence can hold; at least 1 */
+  int32_t kv_type;     /* F32, F16 or BF16 (M3_TYPE_F32 is 0) */
+  int32_t index_type;  /* F32, F16 or BF16 */
+  int32_t attention;   /* an m3_attention */
+  int32_t n_threads;   /* 0 takes all cores. The result does not depend on it */
+  int32_t chunk;       /* rows evaluated together, 0 is 512. The result does not depend on it */
+  int32_t layer_first; /* layers [layer_first, layer_first + layer_count); a count of 0 is all from layer_first */
+  int32_t layer_count;
+  uint32_t record;    /* M3_RECORD_ bits */
+  uint32_t flags;     /* M3_SESSION_ bits */
+  uint64_t page_seed; /* 0: pages are taken in order; else in an order shuffled by it. The result is the same */
+} m3_session_options;
+
+/* Bytes that a session takes. Address space is reserved when the session opens; cache pages cost memory when
+ * first written. */
+typedef struct m3_memory {
+  uint64_t kv_bytes;
+  uint64_t index_bytes;
+  uint64_t scratch_bytes; /* grows with the chunk, not with chunk * context */
+  uint64_t record_bytes;  /* for the last eval, when recording */
+} m3_memory;
+
+/* What m3_session_open would take. */
+m3_status m3_session_memory(const m3_model *model, const m3_session_options *options, m3_memory *out, m3_error *err);
+
+/* Opens a session with `sequences` empty sequences, numbered from 0. Its layer window needs bound weights only
+ * when eval runs. */
+m3_status m3_session_open(m3_model *model, const m3_session_options *options, m3_session **out, m3_error *err);
+
+void m3_session_close(m3_session *session); /* NULL is allowed */
+
+/* Rows of one sequence, appended at its end. */
+typedef struct m3_span {
+  int32_t seq;
+  int32_t n; /* at least 1 */
+} m3_span;
+
+typedef enum m3_output {
+  M3_OUTPUT_LAST = 0,  /* logits of the last row of each span: [n_spans, n_vocab] */
+  M3_OUTPUT_ALL = 1,   /* logits of every row: [n_tokens, n_vocab] */
+  M3_OUTPUT_HIDDEN = 2 /* hidden state after the last layer of the window, before the output norm: [n_tokens, n_embd] */
+} m3_output;
+
+typedef struct m3_batch {
+  uint32_t struct_size;
+  int32_t output;       /* an m3_output; logits need a window that ends with the last layer */
+  int64_t n_tokens;     /* sum of the spans' n */
+  const int32_t *ids;   /* [n_tokens], in span order; needed when the window starts at layer 0, else NULL */
+  const float *hidden;  /* [n_tokens, n_embd] entering layer_first; needed when it is not 0, else NULL */
+  int32_t n_spans;      /* a sequence may appear once */
+  const m3_span *spans; /* [n_spans] */
+  float *out;           /* float32, shape by `output`, owned by the caller */
+  int64_t out_count;    /* elements that `out` holds; must be what `output` asks for */
+} m3_batch;
+
+/* Runs the window's layers over the batch and appends its rows to the sequences. Rows see their own sequence
+ * only, causally, and their results do not depend on what else is in the batch or on how a sequence was cut into
+ * evals. On any error the lengths are what they were. */
+m3_status m3_session_eval(m3_session *session, const m3_batch *batch, m3_error *err);
+
+/* Asks a running eval to stop (M3_ERROR_CANCELLED) within about one layer of one chunk. No effect otherwise. */
+void m3_session_cancel(m3_session *session);
+
+/* Row-layers done and in all of the running eval (or the last one); both 0 before the first. */
+void m3_session_progress(const m3_session *session, int64_t *done, int64_t *total);
+
+/* Tokens held by a sequence, -1 if seq is out of range. */
+int64_t m3_session_length(const m3_session *session, int32_t seq);
+
+/* Keeps the first `length` tokens (0 <= length <= current length); pages past them return to the pool. */
+m3_status m3_session_rewind(m3_session *session, int32_t seq, int64_t length, m3_error *err);
+
+/* Makes dst (its old content dropped) a copy of src that shares its pages; a shared page is copied when either
+ * side writes to it. dst == src is an error. */
+m3_status m3_session_fork(m3_session *session, int32_t src, int32_t dst, m3_error *err);
+
+/* Block lists of the last eval of a sparse layer (absolute number), with M3_RECORD_BLOCKS: int32
+ * [n_tokens, n_index_head, top_k], ascending, padded with -1 at the end. count = elements of dst. */
+m3_status m3_session_blocks(const m3_session *session, int32_t layer, int32_t *dst, int64_t count, m3_error *err);
+
+/* Block scores of the last eval, before local blocks are forced, with M3_RECORD_SCORES: float32
+ * [n_tokens, n_index_head, n_blocks], n_blocks = blocks of the longest sequence in the batch after the eval;
+ * -infinity for blocks that the row cannot see. */
+m3_status m3_session_block_scores(const m3_session *session, int32_t layer, float *dst, int64_t count, m3_error *err);
+int64_t m3_session_n_blocks(const m3_session *session); /* that n_blocks; 0 before the first eval */
+
+/* Pages in use and in all (a page holds block_size tokens of every layer of the window). */
+void m3_session_pages(const m3_session *session, int64_t *used, int64_t *total);
+
+/* [end of declarations] */
+
+#if defined(__GNUC__)
+#pragma GCC visibility pop
+#endif
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

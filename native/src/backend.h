@@ -1,0 +1,159 @@
+/* backend.h - the operations that a device must provide. forward.c is written against them, once, for prefill and
+ * decode. The CPU functions of the same names are the specification of every other backend.
+ *
+ * Activations are float32, rows outermost, in memory that the backend allocated; forward.c passes such
+ * pointers on and never reads through them. A "row" is one token of the chunk. All counts are at least 1 unless
+ * said otherwise. What a row gets must not depend on which other rows are in the chunk. */
+#ifndef M3_SRC_BACKEND_H
+#define M3_SRC_BACKEND_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "error.h"
+#include "m3.h"
+
+typedef struct m3_weight m3_weight;
+typedef struct m3_layer m3_layer;
+
+/* Rows of the chunk: where each stands. */
+typedef struct m3_rows {
+  int32_t n;
+  const int32_t *seq;           /* [n] */
+  const int64_t *pos;           /* [n] position in its sequence, from 0 */
+  const int32_t *const *tables; /* [sequences] page of each block of a sequence */
+  const float *cos, *sin;       /* [n, n_rot / 2] */
+} m3_rows;
+
+/* Pages of one layer. A page is one block: K and V [n_pages, n_head_kv, block_size, head_dim], index keys
+ * [n_pages, block_size, index_dim] in a sparse layer, else NULL. */
+typedef struct m3_layer_cache {
+  void *k, *v, *index;
+  int32_t kv_type, index_type;
+} m3_layer_cache;
+
+/* Buffers between operations, sized for the chunk (see m3_scratch_plan in session.h). */
+typedef struct m3_scratch {
+  float *normed;     /* [chunk, n_embd] */
+  float *q;          /* [chunk, n_head * head_dim] */
+  float *k, *v;      /* [chunk, n_head_kv * head_dim] */
+  float *index_q;    /* [chunk, n_index_head * index_dim] */
+  float *index_k;    /* [chunk, index_dim] */
+  float *attended;   /* [chunk, n_head * head_dim] */
+  float *gate, *up;  /* [max(chunk * n_expert_used, chunk), max width] */
+  float *expert_in;  /* [chunk * n_expert_used, n_embd] rows grouped by expert */
+  float *expert_out; /* [chunk * n_expert_used, n_embd] */
+  int32_t *experts;  /* [chunk, n_expert_used] ascending ids */
+  float *weights;    /* [chunk, n_expert_used] */
+  int32_t *blocks;   /* [chunk, n_index_head, top_k] */
+  int32_t *grouping; /* [n_expert + 1 + chunk * n_expert_used * 2] work of the experts operation */
+  float *thread;     /* [n_threads, thread_floats] */
+  int64_t thread_floats;
+  int32_t n_threads;
+} m3_scratch;
+
+/* What every operation gets. */
+typedef struct m3_context {
+  const m3_hparams *hparams;
+  const struct m3_kernels *kernels; /* CPU only */
+  m3_scratch *scratch;
+} m3_context;
+
+typedef struct m3_embed_params {
+  const m3_weight *embd; /* [n_vocab, n_embd] */
+  const int32_t *ids;    /* [n] in [0, n_vocab), checked before */
+  int32_t n;
+  float *hidden; /* out [n, n_embd] */
+} m3_embed_params;
+
+/* RMSNorm, the q, k, v (and index q, k) projections, per-head norms, RoPE on the first n_rot channels, and the
+ * write of k, v and index k to the cache. Leaves q and index_q in the scratch. */
+typedef struct m3_prepare_params {
+  const m3_layer *layer;
+  const m3_rows *rows;
+  const float *hidden; /* [n, n_embd] */
+  m3_layer_cache cache;
+} m3_prepare_params;
+
+/* Block lists from scratch index_q and the index keys; DESIGN: score(j) = q . k_j, block score = maximum over the
+ * visible tokens, the last local_blocks blocks rank first, ties to the lower id. */
+typedef struct m3_select_params {
+  const m3_rows *rows;
+  m3_layer_cache cache;
+  int32_t *blocks;    /* out [n, n_index_head, top_k] ascending, padded with -1 */
+  float *scores;      /* out [n, n_index_head, n_blocks] before local blocks are forced, or NULL */
+  int64_t n_blocks;   /* row stride of scores */
+  int64_t max_blocks; /* blocks of the longest visible prefix in the chunk; bounds the work buffer */
+} m3_select_params;
+
+/* Causal softmax attention of scratch q over the listed blocks, or over all visible blocks if blocks is NULL. */
+typedef struct m3_attend_params {
+  const m3_rows *rows;
+  m3_layer_cache cache;
+  const int32_t *blocks; /* [n, n_head_kv, top_k] or NULL */
+  float *out;            /* [n, n_head * head_dim] */
+} m3_attend_params;
+
+/* hidden += projection of x. */
+typedef struct m3_output_params {
+  const m3_weight *weight;
+  const float *x; /* [n, n_head * head_dim] */
+  int32_t n;
+  float *hidden; /* [n, n_embd] */
+} m3_output_params;
+
+/* The feed-forward operations share their arguments. mlp: hidden += MLP(norm(hidden)). router: scratch normed,
+ * experts, weights from hidden. experts: hidden += weighted routed experts of scratch normed. shared: hidden +=
+ * shared expert of scratch normed. */
+typedef struct m3_ffn_params {
+  const m3_layer *layer;
+  int32_t n;
+  float *hidden; /* [n, n_embd] */
+} m3_ffn_params;
+
+typedef struct m3_head_params {
+  const m3_weight *norm;
+  const m3_weight *head; /* [n_vocab, n_embd] */
+  const float *hidden;   /* [n, n_embd] */
+  int32_t n;
+  float *logits; /* out [n, n_vocab] */
+} m3_head_params;
+
+/* Bytes [offset, offset + bytes) of an array of pages. */
+typedef struct m3_page_params {
+  void *pages;
+  int64_t page_bytes;
+  int32_t src, dst;
+} m3_page_params;
+
+typedef struct m3_backend {
+  const char *name;
+
+  /* Zeroed memory of the device, NULL if there is none; free takes NULL. */
+  void *(*alloc)(uint64_t bytes);
+  void (*free)(void *p);
+  void (*upload)(void *dst, const void *src, uint64_t bytes);
+  void (*download)(void *dst, const void *src, uint64_t bytes);
+  void (*copy)(void *dst, const void *src, uint64_t bytes); /* within the device */
+  void (*page_copy)(const m3_page_params *p);
+  void (*page_poison)(const m3_page_params *p); /* fills dst with NaN (all bits set) */
+
+  /* Floats of the per-thread buffer that the operations need, for sequences of at most max_blocks blocks. */
+  int64_t (*thread_floats)(const m3_hparams *hparams, int64_t max_blocks);
+
+  void (*embed)(const m3_context *c, const m3_embed_params *p);
+  void (*prepare)(const m3_context *c, const m3_prepare_params *p);
+  bool (*select)(const m3_context *c, const m3_select_params *p); /* false: a score is not finite */
+  void (*attend)(const m3_context *c, const m3_attend_params *p);
+  void (*output)(const m3_context *c, const m3_output_params *p);
+  void (*mlp)(const m3_context *c, const m3_ffn_params *p);
+  bool (*router)(const m3_context *c, const m3_ffn_params *p); /* false: a router logit is not finite */
+  void (*experts)(const m3_context *c, const m3_ffn_params *p);
+  void (*shared)(const m3_context *c, const m3_ffn_params *p);
+  void (*head)(const m3_context *c, const m3_head_params *p);
+  bool (*finite)(const m3_context *c, const float *x, int64_t n);
+} m3_backend;
+
+extern const m3_backend m3_cpu_backend;
+
+#endif

@@ -1,0 +1,66 @@
+/* cache.h - pages of one block each, shared by sequences.
+ *
+ * A page id stands for the same place in K, V and (sparse layers) index keys of every layer of the window, so the
+ * three can only move together. A sequence is a table of page ids and a length; nothing but the table knows
+ * where its tokens lie. Pages are counted, and copied when a writer meets a shared one. */
+#ifndef M3_SRC_CACHE_H
+#define M3_SRC_CACHE_H
+
+#include "backend.h"
+#include "m3.h"
+
+typedef struct m3_sequence {
+  int32_t *table; /* [blocks_per_sequence] page ids; the first blocks_of(length) are valid */
+  int64_t length;
+} m3_sequence;
+
+typedef struct m3_cache {
+  const m3_backend *backend;
+  int32_t block_size;
+  int64_t context; /* tokens that one sequence can hold */
+  int64_t blocks_per_sequence;
+  int32_t n_sequences;
+  int32_t n_layers;
+  m3_layer_cache *layers; /* [n_layers] of the window */
+  int64_t kv_page_bytes, index_page_bytes;
+  int32_t n_pages, n_free;
+  int32_t *free_pages; /* [n_pages] a stack: the next one is free_pages[n_free - 1] */
+  int32_t *uses;       /* [n_pages] sequences that hold the page */
+  bool poison;
+  m3_sequence *sequences;
+  const int32_t **tables; /* [n_sequences] the sequences' tables, as operations take them */
+} m3_cache;
+
+typedef struct m3_cache_options {
+  const m3_hparams *hparams;
+  const m3_backend *backend;
+  int32_t sequences;
+  int64_t context;
+  int32_t kv_type, index_type;
+  int32_t layer_first, layer_count;
+  bool sparse; /* false: no layer has index keys */
+  bool poison;
+  uint64_t page_seed;
+} m3_cache_options;
+
+/* Bytes of K and V, and of index keys. M3_ERROR_MEMORY if they do not fit in 64 bits or the pages in 31. */
+m3_status m3_cache_bytes(const m3_cache_options *options, uint64_t *kv_bytes, uint64_t *index_bytes, m3_error *err);
+
+/* Fills a zeroed cache; m3_cache_close frees what a failure left. */
+m3_status m3_cache_open(m3_cache *cache, const m3_cache_options *options, m3_error *err);
+void m3_cache_close(m3_cache *cache);
+
+/* Makes room for n more tokens of seq: takes pages and copies a shared last page. The length stays. On failure
+ * (M3_ERROR_CONTEXT) nothing is taken. */
+m3_status m3_cache_reserve(m3_cache *cache, int32_t seq, int64_t n, m3_error *err);
+
+/* Sets the length (at most what is reserved) and returns the pages beyond it. */
+void m3_cache_set_length(m3_cache *cache, int32_t seq, int64_t length);
+
+/* Gives back reserved pages beyond the length. */
+void m3_cache_trim(m3_cache *cache, int32_t seq);
+
+/* Drops dst and lets it share all pages of src. */
+void m3_cache_fork(m3_cache *cache, int32_t src, int32_t dst);
+
+#endif

@@ -1,0 +1,51 @@
+#include <string.h>
+
+#include "cpu/cpu.h"
+
+static void *cpu_alloc(uint64_t bytes) { return m3_alloc(bytes, 1); }
+
+static void copy(void *dst, const void *src, uint64_t bytes) { memcpy(dst, src, bytes); }
+
+static void page_copy(const m3_page_params *p) {
+  memcpy((char *)p->pages + p->dst * p->page_bytes, (char *)p->pages + p->src * p->page_bytes, (size_t)p->page_bytes);
+}
+
+static void page_poison(const m3_page_params *p) {
+  memset((char *)p->pages + p->dst * p->page_bytes, 0xff, (size_t)p->page_bytes);
+}
+
+static int64_t max2(int64_t a, int64_t b) { return a > b ? a : b; }
+
+static int64_t thread_floats(const m3_hparams *h, int64_t max_blocks) {
+  int64_t group = h->n_head / h->n_head_kv;
+  int64_t widest =
+      max2(max2(h->n_embd, (int64_t)h->n_head * h->head_dim), max2(h->n_ff, max2(h->n_ff_expert, h->n_ff_shared)));
+  int64_t matmul = M3_MATMUL_TILE * widest;
+  int64_t select = h->n_index_head * max_blocks + h->top_k + (int64_t)h->block_size * h->index_dim;
+  int64_t attend = (int64_t)h->block_size * h->head_dim + group * (h->block_size + h->head_dim + 2);
+  int64_t floats = max2(max2(matmul, select), max2(attend, 2 * h->n_expert));
+  return (floats + 15) & ~(int64_t)15; /* whole cache lines, so that threads do not share one */
+}
+
+const m3_backend m3_cpu_backend = {
+    .name = "cpu",
+    .alloc = cpu_alloc,
+    .free = m3_free,
+    .upload = copy,
+    .download = copy,
+    .copy = copy,
+    .page_copy = page_copy,
+    .page_poison = page_poison,
+    .thread_floats = thread_floats,
+    .embed = m3_cpu_embed,
+    .prepare = m3_cpu_prepare,
+    .select = m3_cpu_select,
+    .attend = m3_cpu_attend,
+    .output = m3_cpu_output,
+    .mlp = m3_cpu_mlp,
+    .router = m3_cpu_router,
+    .experts = m3_cpu_experts,
+    .shared = m3_cpu_shared,
+    .head = m3_cpu_head,
+    .finite = m3_cpu_finite,
+};

@@ -1,0 +1,49 @@
+/* cpu.h - what the files of the CPU backend share. Operations are documented in backend.h. */
+#ifndef M3_SRC_CPU_CPU_H
+#define M3_SRC_CPU_CPU_H
+
+#include <omp.h>
+
+#include "backend.h"
+#include "cpu/kernels.h"
+#include "model.h"
+
+/* Which of the scratch's per-thread buffers belongs to the calling thread. */
+static inline int64_t m3_thread_index(void) { return omp_get_thread_num(); }
+
+/* Output rows of a weight that are converted to float32 together. */
+#define M3_MATMUL_TILE 16
+
+/* y[r * ldy + j] = x[r] . w[j] for r < n, j < rows of the weight; x is [n, columns of the weight], contiguous.
+ * `expert` picks a matrix of a stacked weight, 0 for a plain one. With `add` the product is added to y. */
+typedef struct m3_matmul_params {
+  const m3_weight *weight;
+  int32_t expert;
+  const float *x;
+  int32_t n;
+  float *y;
+  int64_t ldy;
+  bool add;
+} m3_matmul_params;
+
+void m3_matmul(const m3_context *c, const m3_matmul_params *p);
+
+/* out[i] = x[i] / sqrt(mean(x^2) + eps) * weight[i] for one row of n; out may be x. */
+void m3_rms_norm(const m3_context *c, const float *x, const float *weight, int64_t n, float *out);
+
+/* A norm or router weight, which is F32 by the loader's check. */
+const float *m3_vector(const m3_weight *w);
+
+void m3_cpu_embed(const m3_context *c, const m3_embed_params *p);
+void m3_cpu_prepare(const m3_context *c, const m3_prepare_params *p);
+bool m3_cpu_select(const m3_context *c, const m3_select_params *p);
+void m3_cpu_attend(const m3_context *c, const m3_attend_params *p);
+void m3_cpu_output(const m3_context *c, const m3_output_params *p);
+void m3_cpu_mlp(const m3_context *c, const m3_ffn_params *p);
+bool m3_cpu_router(const m3_context *c, const m3_ffn_params *p);
+void m3_cpu_experts(const m3_context *c, const m3_ffn_params *p);
+void m3_cpu_shared(const m3_context *c, const m3_ffn_params *p);
+void m3_cpu_head(const m3_context *c, const m3_head_params *p);
+bool m3_cpu_finite(const m3_context *c, const float *x, int64_t n);
+
+#endif

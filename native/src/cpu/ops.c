@@ -1,0 +1,181 @@
+/* Embedding, norms, the feed-forward half of a layer, and the output head. */
+#include <float.h>
+#include <math.h>
+#include <string.h>
+
+#include "cpu/cpu.h"
+
+const float *m3_vector(const m3_weight *w) { return w->data; }
+
+void m3_rms_norm(const m3_context *c, const float *x, const float *weight, int64_t n, float *out) {
+  float mean = c->kernels->dot(x, x, n) / (float)n;
+  float r = 1.0f / sqrtf(mean + c->hparams->rms_eps);
+  for (int64_t i = 0; i < n; i++) out[i] = x[i] * r * weight[i];
+}
+
+void m3_cpu_embed(const m3_context *c, const m3_embed_params *p) {
+  int64_t n_embd = c->hparams->n_embd;
+  int32_t type = p->embd->tensor->type;
+  int64_t row_bytes = m3_row_bytes(type, n_embd);
+  for (int32_t r = 0; r < p->n; r++)
+    m3_convert_row(c->kernels, type, (const char *)p->embd->data + p->ids[r] * row_bytes, p->hidden + r * n_embd,
+                   n_embd);
+}
+
+/* SwiGLU-OAI: g * sigmoid(alpha g) * (u + 1), g clamped from above, u on both sides. Comparisons are written so
+ * that NaN stays NaN; fminf would drop it. */
+static void swiglu(const m3_hparams *h, float *gate, const float *up, int64_t n) {
+  float limit = h->swiglu_limit, alpha = h->swiglu_alpha;
+  for (int64_t i = 0; i < n; i++) {
+    float g = gate[i] > limit ? limit : gate[i];
+    float u = up[i] > limit ? limit : up[i] < -limit ? -limit : up[i];
+    gate[i] = g / (1.0f + expf(-alpha * g)) * (u + 1.0f);
+  }
+}
+
+static void norm_rows(const m3_context *c, const m3_ffn_params *p) {
+  int64_t n_embd = c->hparams->n_embd;
+  const float *w = m3_vector(&p->layer->w[M3_FFN_NORM]);
+#pragma omp parallel for num_threads(c->scratch->n_threads) schedule(static)
+  for (int32_t r = 0; r < p->n; r++) m3_rms_norm(c, p->hidden + r * n_embd, w, n_embd, c->scratch->normed + r * n_embd);
+}
+
+/* One gated MLP: y (+)= down(swiglu(gate(x), up(x))). gate and up are buffers [n, width]. */
+typedef struct gated {
+  const m3_weight *w_gate, *w_up, *w_down;
+  int32_t expert;
+  const float *x;
+  int32_t n;
+  float *gate, *up;
+  float *y;
+  bool add;
+} gated;
+
+static void gated_mlp(const m3_context *c, const gated *m) {
+  int64_t width = m->w_gate->tensor->ne[1], n_embd = c->hparams->n_embd;
+  m3_matmul(c, &(m3_matmul_params){m->w_gate, m->expert, m->x, m->n, m->gate, width, false});
+  m3_matmul(c, &(m3_matmul_params){m->w_up, m->expert, m->x, m->n, m->up, width, false});
+#pragma omp parallel for num_threads(c->scratch->n_threads) schedule(static)
+  for (int32_t r = 0; r < m->n; r++) swiglu(c->hparams, m->gate + r * width, m->up + r * width, width);
+  m3_matmul(c, &(m3_matmul_params){m->w_down, m->expert, m->gate, m->n, m->y, n_embd, m->add});
+}
+
+void m3_cpu_mlp(const m3_context *c, const m3_ffn_params *p) {
+  const m3_weight *w = p->layer->w;
+  m3_scratch *s = c->scratch;
+  norm_rows(c, p);
+  gated_mlp(c, &(gated){&w[M3_FFN_GATE], &w[M3_FFN_UP], &w[M3_FFN_DOWN], 0, s->normed, p->n, s->gate, s->up, p->hidden,
+                        true});
+}
+
+void m3_cpu_shared(const m3_context *c, const m3_ffn_params *p) {
+  const m3_weight *w = p->layer->w;
+  m3_scratch *s = c->scratch;
+  gated_mlp(c, &(gated){&w[M3_GATE_SHEXP], &w[M3_UP_SHEXP], &w[M3_DOWN_SHEXP], 0, s->normed, p->n, s->gate, s->up,
+                        p->hidden, true});
+}
+
+/* The chosen experts of one row: sigmoid of the logits plus bias ranks them (ties to the lower id), their unbiased
+ * sigmoids over their sum weigh them. `work` holds 2 * n_expert floats. False if a logit is not finite. */
+static bool route_row(const m3_context *c, const m3_ffn_params *p, int32_t row, float *work) {
+  const m3_hparams *h = c->hparams;
+  const m3_scratch *s = c->scratch;
+  const float *w = m3_vector(&p->layer->w[M3_ROUTER]), *bias = m3_vector(&p->layer->w[M3_ROUTER_BIAS]);
+  const float *x = s->normed + (int64_t)row * h->n_embd;
+  float *prob = work, *rank = work + h->n_expert;
+  bool finite = true;
+  for (int32_t e = 0; e < h->n_expert; e++) {
+    float logit = c->kernels->dot(w + (int64_t)e * h->n_embd, x, h->n_embd);
+    finite &= fabsf(logit) <= FLT_MAX;
+    prob[e] = 1.0f / (1.0f + expf(-logit));
+    rank[e] = prob[e] + bias[e];
+  }
+  int32_t *chosen = s->experts + (int64_t)row * h->n_expert_used;
+  float *weight = s->weights + (int64_t)row * h->n_expert_used, sum = 0;
+  for (int32_t k = 0; k < h->n_expert_used; k++) {
+    int32_t best = -1;
+    for (int32_t e = 0; e < h->n_expert; e++)
+      if (rank[e] > -INFINITY && (best < 0 || rank[e] > rank[best])) best = e;
+    if (best < 0) return false; /* only NaN is left */
+    rank[best] = -INFINITY;
+    int32_t at = k; /* kept in ascending order, so that the sum over experts has one order */
+    for (; at > 0 && chosen[at - 1] > best; at--) chosen[at] = chosen[at - 1];
+    chosen[at] = best;
+  }
+  for (int32_t k = 0; k < h->n_expert_used; k++) sum += prob[chosen[k]];
+  for (int32_t k = 0; k < h->n_expert_used; k++) weight[k] = prob[chosen[k]] / sum * h->expert_scale;
+  return finite;
+}
+
+bool m3_cpu_router(const m3_context *c, const m3_ffn_params *p) {
+  m3_scratch *s = c->scratch;
+  norm_rows(c, p);
+  bool finite = true;
+#pragma omp parallel num_threads(s->n_threads) reduction(&& : finite)
+  {
+    float *work = s->thread + m3_thread_index() * s->thread_floats;
+#pragma omp for schedule(static)
+    for (int32_t r = 0; r < p->n; r++) {
+      bool ok = route_row(c, p, r, work);
+      finite = finite && ok;
+    }
+  }
+  return finite;
+}
+
+/* Orders the (row, slot) pairs by expert: start[e] is the first place of expert e, place[row * used + slot] where
+ * a pair's rows stand in expert_in and expert_out. Within an expert rows keep their order. */
+static void group_by_expert(const m3_hparams *h, const int32_t *experts, int64_t pairs, int32_t *start,
+                            int32_t *place) {
+  memset(start, 0, (size_t)(h->n_expert + 1) * sizeof *start);
+  for (int64_t i = 0; i < pairs; i++) start[experts[i] + 1]++;
+  for (int32_t e = 0; e < h->n_expert; e++) start[e + 1] += start[e];
+  for (int64_t i = 0; i < pairs; i++) place[i] = start[experts[i]]++;
+  /* The starts have moved to the next expert's: shift them back. */
+  for (int32_t e = h->n_expert; e > 0; e--) start[e] = start[e - 1];
+  start[0] = 0;
+}
+
+void m3_cpu_experts(const m3_context *c, const m3_ffn_params *p) {
+  const m3_hparams *h = c->hparams;
+  m3_scratch *s = c->scratch;
+  const m3_weight *w = p->layer->w;
+  int64_t used = h->n_expert_used, pairs = p->n * used, n_embd = h->n_embd;
+  int32_t *start = s->grouping, *place = start + h->n_expert + 1;
+  group_by_expert(h, s->experts, pairs, start, place);
+#pragma omp parallel for num_threads(s->n_threads) schedule(static)
+  for (int64_t i = 0; i < pairs; i++)
+    memcpy(s->expert_in + place[i] * n_embd, s->normed + i / used * n_embd, (size_t)n_embd * sizeof(float));
+  for (int32_t e = 0; e < h->n_expert; e++) {
+    int64_t first = start[e];
+    int32_t n = start[e + 1] - start[e];
+    if (!n) continue;
+    gated_mlp(c, &(gated){&w[M3_GATE_EXPS], &w[M3_UP_EXPS], &w[M3_DOWN_EXPS], e, s->expert_in + first * n_embd, n,
+                          s->gate + first * h->n_ff_expert, s->up + first * h->n_ff_expert,
+                          s->expert_out + first * n_embd, false});
+  }
+#pragma omp parallel for num_threads(s->n_threads) schedule(static)
+  for (int32_t r = 0; r < p->n; r++) {
+    float *sum = s->expert_in + (int64_t)r * n_embd; /* its rows are used up */
+    memset(sum, 0, (size_t)n_embd * sizeof(float));
+    for (int64_t k = 0; k < used; k++)
+      c->kernels->axpy(sum, s->weights[r * used + k], s->expert_out + place[r * used + k] * n_embd, n_embd);
+    for (int64_t i = 0; i < n_embd; i++) p->hidden[r * n_embd + i] += sum[i];
+  }
+}
+
+void m3_cpu_head(const m3_context *c, const m3_head_params *p) {
+  int64_t n_embd = c->hparams->n_embd;
+  m3_scratch *s = c->scratch;
+  for (int32_t r = 0; r < p->n; r++)
+    m3_rms_norm(c, p->hidden + r * n_embd, m3_vector(p->norm), n_embd, s->normed + r * n_embd);
+  m3_matmul(
+      c, &(m3_matmul_params){.weight = p->head, .x = s->normed, .n = p->n, .y = p->logits, .ldy = c->hparams->n_vocab});
+}
+
+bool m3_cpu_finite(const m3_context *c, const float *x, int64_t n) {
+  int64_t bad = 0;
+#pragma omp parallel for num_threads(c->scratch->n_threads) schedule(static) reduction(+ : bad)
+  for (int64_t i = 0; i < n; i++) bad += !(fabsf(x[i]) <= FLT_MAX);
+  return bad == 0;
+}

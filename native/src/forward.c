@@ -1,0 +1,158 @@
+/* The forward pass of MiniMax-M3, once for prefill and decode: layers of
+ *     hidden += Wo attend(q, cache)        over the selected blocks, or all of them in a dense layer
+ *     hidden += MLP(norm(hidden))          or routed experts + shared expert
+ * Every step is an operation of the backend. */
+#include <inttypes.h>
+#include <math.h>
+#include <string.h>
+
+#include "session.h"
+
+/* Angles as the reference computes them: the frequency and its product with the position are rounded to float32.
+ * At a million tokens that rounding is visible in the result, so it belongs to the model. */
+static void fill_rope(m3_session *s, int32_t n) {
+  const m3_hparams *h = &s->model->hparams;
+  int32_t half = h->n_rot / 2;
+  for (int32_t i = 0; i < half; i++) {
+    float exponent = (float)(2 * i) / (float)h->n_rot;
+    float frequency = 1.0f / powf(h->rope_theta, exponent);
+    for (int32_t r = 0; r < n; r++) {
+      float angle = (float)s->row_pos[r] * frequency;
+      s->host_cos[r * half + i] = (float)cos((double)angle);
+      s->host_sin[r * half + i] = (float)sin((double)angle);
+    }
+  }
+  uint64_t bytes = (uint64_t)n * (uint64_t)half * sizeof(float);
+  s->model->backend->upload(s->cos, s->host_cos, bytes);
+  s->model->backend->upload(s->sin, s->host_sin, bytes);
+}
+
+static m3_status not_finite(int32_t layer, const char *what, m3_error *err) {
+  return m3_fail(err, M3_ERROR_NOT_FINITE, "layer %d: %s is NaN or infinite; its weights are broken", (int)layer, what);
+}
+
+static void record(m3_session *s, int32_t layer, int64_t first, int32_t n) {
+  const m3_hparams *h = &s->model->hparams;
+  const m3_backend *b = s->model->backend;
+  int32_t i = layer - s->options.layer_first;
+  int64_t list = (int64_t)h->n_index_head * h->top_k, scores = h->n_index_head * s->last_blocks;
+  if (s->options.record & M3_RECORD_BLOCKS)
+    b->download(s->blocks[i] + first * list, s->scratch.blocks, (uint64_t)(n * list) * sizeof(int32_t));
+  if (s->options.record & M3_RECORD_SCORES)
+    b->download(s->block_scores[i] + first * scores, s->scores, (uint64_t)(n * scores) * sizeof(float));
+}
+
+static m3_status attention(m3_session *s, const m3_context *c, const m3_rows *rows, int32_t layer, int64_t first,
+                           m3_error *err) {
+  const m3_backend *b = s->model->backend;
+  const m3_layer *l = &s->model->layers[layer];
+  m3_layer_cache cache = s->cache.layers[layer - s->options.layer_first];
+  b->prepare(c, &(m3_prepare_params){l, rows, s->hidden, cache});
+  const int32_t *blocks = NULL;
+  if (cache.index) {
+    int64_t longest = 0;
+    for (int32_t r = 0; r < rows->n; r++)
+      if (rows->pos[r] > longest) longest = rows->pos[r];
+    m3_select_params p = {.rows = rows,
+                          .cache = cache,
+                          .blocks = s->scratch.blocks,
+                          .n_blocks = s->last_blocks,
+                          .max_blocks = longest / s->model->hparams.block_size + 1,
+                          .scores = s->options.record & M3_RECORD_SCORES ? s->scores : NULL};
+    if (!b->select(c, &p)) return not_finite(layer, "an index score", err);
+    record(s, layer, first, rows->n);
+    blocks = s->scratch.blocks;
+  }
+  b->attend(c, &(m3_attend_params){rows, cache, blocks, s->scratch.attended});
+  b->output(c, &(m3_output_params){&l->w[M3_ATTN_OUTPUT], s->scratch.attended, rows->n, s->hidden});
+  return M3_OK;
+}
+
+static m3_status feed_forward(m3_session *s, const m3_context *c, int32_t layer, int32_t n, m3_error *err) {
+  const m3_backend *b = s->model->backend;
+  m3_ffn_params p = {&s->model->layers[layer], n, s->hidden};
+  if (layer < s->model->hparams.n_dense_layer) {
+    b->mlp(c, &p);
+    return M3_OK;
+  }
+  if (!b->router(c, &p)) return not_finite(layer, "a router logit", err);
+  b->experts(c, &p);
+  if (s->model->hparams.n_ff_shared) b->shared(c, &p);
+  return M3_OK;
+}
+
+/* Logits of row `row` of the chunk, if the batch wants them, go to place `place` of batch->out. */
+static m3_status logits_of(m3_session *s, const m3_context *c, const m3_batch *batch, const int64_t *places, int32_t n,
+                           m3_error *err) {
+  const m3_hparams *h = &s->model->hparams;
+  const m3_backend *b = s->model->backend;
+  const m3_weight *w = s->model->outer;
+  uint64_t row_bytes = (uint64_t)h->n_vocab * sizeof(float);
+  b->head(c, &(m3_head_params){&w[M3_OUTPUT_NORM], &w[M3_OUTPUT_HEAD], s->picked, n, s->logits});
+  if (!b->finite(c, s->logits, (int64_t)n * h->n_vocab))
+    return m3_fail(err, M3_ERROR_NOT_FINITE,
+                   "the output head: a logit is NaN or infinite; output_norm or output is broken");
+  for (int32_t i = 0; i < n; i++)
+    b->download(batch->out + places[i] * h->n_vocab, s->logits + (int64_t)i * h->n_vocab, row_bytes);
+  return M3_OK;
+}
+
+/* Place in the output of each row of the chunk, -1 for a row that is not wanted. The span of row `first` is found by
+ * counting, as rows stand in span order. */
+static m3_status write_logits(m3_session *s, const m3_context *c, const m3_batch *batch, int64_t first, int32_t n,
+                              m3_error *err) {
+  const m3_hparams *h = &s->model->hparams;
+  int64_t places[M3_LOGIT_ROWS], end = 0;
+  int32_t span = 0, picked = 0;
+  for (int32_t r = 0; r < n; r++) {
+    int64_t row = first + r;
+    while (end <= row) end += batch->spans[span++].n;
+    bool last = row == end - 1;
+    if (batch->output == M3_OUTPUT_ALL || last) {
+      places[picked] = batch->output == M3_OUTPUT_ALL ? row : span - 1;
+      s->model->backend->copy(s->picked + (int64_t)picked * h->n_embd, s->hidden + (int64_t)r * h->n_embd,
+                              (uint64_t)h->n_embd * sizeof(float));
+      picked++;
+    }
+    if (picked && (picked == M3_LOGIT_ROWS || r == n - 1)) {
+      m3_status status = logits_of(s, c, batch, places, picked, err);
+      if (status) return status;
+      picked = 0;
+    }
+  }
+  return M3_OK;
+}
+
+static void enter(m3_session *s, const m3_context *c, const m3_batch *batch, int64_t first, int32_t n) {
+  const m3_backend *b = s->model->backend;
+  int64_t n_embd = s->model->hparams.n_embd;
+  if (s->options.layer_first == 0)
+    b->embed(c, &(m3_embed_params){&s->model->outer[M3_TOKEN_EMBD], batch->ids + first, n, s->hidden});
+  else
+    b->upload(s->hidden, batch->hidden + first * n_embd, (uint64_t)(n * n_embd) * sizeof(float));
+}
+
+m3_status m3_forward_chunk(m3_session *s, const m3_batch *batch, int64_t first, int32_t n, m3_error *err) {
+  const m3_hparams *h = &s->model->hparams;
+  const m3_backend *b = s->model->backend;
+  m3_context c = {h, s->model->kernels, &s->scratch};
+  m3_rows rows = {n, s->row_seq, s->row_pos, s->cache.tables, s->cos, s->sin};
+  fill_rope(s, n);
+  enter(s, &c, batch, first, n);
+  if (!b->finite(&c, s->hidden, (int64_t)n * h->n_embd))
+    return m3_fail(err, M3_ERROR_NOT_FINITE, "the input of layer %d is NaN or infinite", (int)s->options.layer_first);
+  int32_t end = s->options.layer_first + s->options.layer_count;
+  for (int32_t layer = s->options.layer_first; layer < end; layer++) {
+    if (atomic_load(&s->cancel)) return m3_fail(err, M3_ERROR_CANCELLED, "the evaluation was cancelled");
+    m3_status status = attention(s, &c, &rows, layer, first, err);
+    if (!status) status = feed_forward(s, &c, layer, n, err);
+    if (status) return status;
+    if (!b->finite(&c, s->hidden, (int64_t)n * h->n_embd)) return not_finite(layer, "its output", err);
+    atomic_fetch_add(&s->done, n);
+  }
+  if (batch->output == M3_OUTPUT_HIDDEN) {
+    b->download(batch->out + first * h->n_embd, s->hidden, (uint64_t)n * (uint64_t)h->n_embd * sizeof(float));
+    return M3_OK;
+  }
+  return write_logits(s, &c, batch, first, n, err);
+}

@@ -1,0 +1,67 @@
+/* model.h - the weights of one model by role, and where their data lies. */
+#ifndef M3_SRC_MODEL_H
+#define M3_SRC_MODEL_H
+
+#include "backend.h"
+#include "gguf.h"
+#include "m3.h"
+
+/* Roles of the tensors of a layer. GGUF names stand in model.c. */
+typedef enum m3_role {
+  M3_ATTN_NORM,
+  M3_ATTN_Q,
+  M3_ATTN_K,
+  M3_ATTN_V,
+  M3_ATTN_OUTPUT,
+  M3_ATTN_Q_NORM,
+  M3_ATTN_K_NORM,
+  M3_INDEX_Q,
+  M3_INDEX_K,
+  M3_INDEX_Q_NORM,
+  M3_INDEX_K_NORM,
+  M3_FFN_NORM,
+  M3_FFN_GATE,
+  M3_FFN_UP,
+  M3_FFN_DOWN,
+  M3_ROUTER,
+  M3_ROUTER_BIAS,
+  M3_GATE_EXPS,
+  M3_UP_EXPS,
+  M3_DOWN_EXPS,
+  M3_GATE_SHEXP,
+  M3_UP_SHEXP,
+  M3_DOWN_SHEXP,
+  M3_LAYER_ROLES
+} m3_role;
+
+/* Roles outside the layers. */
+typedef enum m3_outer_role { M3_TOKEN_EMBD, M3_OUTPUT_NORM, M3_OUTPUT_HEAD, M3_OUTER_ROLES } m3_outer_role;
+
+struct m3_weight {
+  const m3_tensor *tensor; /* NULL for a role that the layer does not have */
+  const void *data;        /* the whole tensor, or NULL */
+  const void **experts;    /* [ne[2]] one matrix each, when bound one by one; owned by the model */
+};
+
+struct m3_layer {
+  int32_t index;
+  m3_weight w[M3_LAYER_ROLES];
+};
+
+struct m3_model {
+  m3_gguf *gguf;
+  m3_hparams hparams;
+  m3_layer *layers;
+  m3_weight outer[M3_OUTER_ROLES];
+  const m3_backend *backend;
+  const struct m3_kernels *kernels; /* of the CPU backend */
+};
+
+/* Reads and validates the dimensions. */
+m3_status m3_read_hparams(const m3_gguf *gguf, m3_hparams *out, m3_error *err);
+
+/* M3_ERROR_UNBOUND with the name of the first tensor without data that layers [first, first + count) need; the
+ * embeddings count to layer 0, output norm and head to the last layer. */
+m3_status m3_check_bound(const m3_model *model, int32_t first, int32_t count, m3_error *err);
+
+#endif

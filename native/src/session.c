@@ -1,0 +1,408 @@
+#include "session.h"
+
+#include <inttypes.h>
+#include <omp.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "quant.h"
+
+#define DEFAULT_CHUNK 512
+#define MAX_CHUNK 65536
+#define MAX_THREADS 4096
+
+/* ---------------------------------------------------------------------------------------------- options */
+
+static m3_status check_cache_type(int32_t type, const char *option, m3_error *err) {
+  if (type == M3_TYPE_F32 || type == M3_TYPE_F16 || type == M3_TYPE_BF16) return M3_OK;
+  const char *name = m3_any_type_name(type);
+  return m3_fail(err, M3_ERROR_UNSUPPORTED, "%s %s (%d): F32, F16 and BF16 are supported", option, name ? name : "?",
+                 (int)type);
+}
+
+static m3_status check_range(const char *option, int64_t value, int64_t low, int64_t high, m3_error *err) {
+  if (value >= low && value <= high) return M3_OK;
+  return m3_fail(err, M3_ERROR_ARGUMENT, "%s is %" PRId64 ", expected %" PRId64 " to %" PRId64, option, value, low,
+                 high);
+}
+
+/* Copies the options with their defaults filled in. */
+static m3_status complete_options(const m3_model *m, const m3_session_options *in, m3_session_options *o,
+                                  m3_error *err) {
+  if (!in || in->struct_size != sizeof *in)
+    return m3_fail(
+        err, M3_ERROR_ARGUMENT,
+        "m3_session_options has %u bytes, this library expects %zu: library and header do not belong together",
+        in ? in->struct_size : 0, sizeof *in);
+  *o = *in;
+  if (o->sequences == 0) o->sequences = 1;
+  if (o->n_threads == 0) o->n_threads = omp_get_num_procs();
+  if (o->chunk == 0) o->chunk = DEFAULT_CHUNK;
+  if (o->layer_count == 0) o->layer_count = m->hparams.n_layer - o->layer_first;
+  m3_status status = check_range("sequences", o->sequences, 1, M3_MAX_SEQUENCES, err);
+  if (!status) status = check_range("context", o->context, 1, M3_MAX_CONTEXT, err);
+  if (!status) status = check_range("n_threads", o->n_threads, 1, MAX_THREADS, err);
+  if (!status) status = check_range("chunk", o->chunk, 1, MAX_CHUNK, err);
+  if (!status) status = check_range("attention", o->attention, M3_ATTENTION_SPARSE, M3_ATTENTION_DENSE, err);
+  if (!status) status = check_range("layer_first", o->layer_first, 0, m->hparams.n_layer - 1, err);
+  if (!status) status = check_range("layer_count", o->layer_count, 1, m->hparams.n_layer - o->layer_first, err);
+  if (!status) status = check_range("record", o->record, 0, M3_RECORD_BLOCKS | M3_RECORD_SCORES, err);
+  if (!status) status = check_range("flags", o->flags, 0, M3_SESSION_POISON, err);
+  if (!status) status = check_cache_type(o->kv_type, "kv_type", err);
+  if (!status) status = check_cache_type(o->index_type, "index_type", err);
+  /* A chunk longer than everything the session can hold would only cost memory. */
+  if (!status && o->chunk > o->context * o->sequences) o->chunk = (int32_t)(o->context * o->sequences);
+  return status;
+}
+
+static m3_cache_options cache_options(const m3_model *m, const m3_session_options *o) {
+  return (m3_cache_options){
+      .hparams = &m->hparams,
+      .backend = m->backend,
+      .sequences = o->sequences,
+      .context = o->context,
+      .kv_type = o->kv_type,
+      .index_type = o->index_type,
+      .layer_first = o->layer_first,
+      .layer_count = o->layer_count,
+      .sparse = o->attention == M3_ATTENTION_SPARSE,
+      .poison = (o->flags & M3_SESSION_POISON) != 0,
+      .page_seed = o->page_seed,
+  };
+}
+
+/* ---------------------------------------------------------------------------------------------- buffers */
+
+/* One buffer of the session: where its pointer goes, its elements, and whether it lies on the device. */
+typedef struct buffer {
+  void **pointer;
+  int64_t count;
+  size_t size;
+  bool host;
+} buffer;
+
+#define MAX_BUFFERS 32
+
+/* The list of all work buffers. Used with a blank session to estimate, with the real one to allocate. */
+static int list_buffers(m3_session *s, const m3_model *m, const m3_session_options *o, buffer list[MAX_BUFFERS]) {
+  const m3_hparams *h = &m->hparams;
+  m3_scratch *w = &s->scratch;
+  int64_t rows = o->chunk, pairs = rows * h->n_expert_used, half = h->n_rot / 2;
+  int64_t blocks = (o->context + h->block_size - 1) / h->block_size;
+  int64_t mlp = rows * (h->n_ff > h->n_ff_shared ? h->n_ff : h->n_ff_shared);
+  if (mlp < pairs * h->n_ff_expert) mlp = pairs * h->n_ff_expert;
+  int64_t logit_rows = rows < M3_LOGIT_ROWS ? rows : M3_LOGIT_ROWS;
+  w->n_threads = o->n_threads;
+  w->thread_floats = m->backend->thread_floats(h, blocks);
+  bool scores = o->record & M3_RECORD_SCORES;
+  const buffer all[] = {
+      {(void **)&w->normed, rows * h->n_embd, sizeof(float), false},
+      {(void **)&w->q, rows * h->n_head * h->head_dim, sizeof(float), false},
+      {(void **)&w->k, rows * h->n_head_kv * h->head_dim, sizeof(float), false},
+      {(void **)&w->v, rows * h->n_head_kv * h->head_dim, sizeof(float), false},
+      {(void **)&w->index_q, rows * h->n_index_head * h->index_dim, sizeof(float), false},
+      {(void **)&w->index_k, rows * h->index_dim, sizeof(float), false},
+      {(void **)&w->attended, rows * h->n_head * h->head_dim, sizeof(float), false},
+      {(void **)&w->gate, mlp, sizeof(float), false},
+      {(void **)&w->up, mlp, sizeof(float), false},
+      {(void **)&w->expert_in, pairs * h->n_embd, sizeof(float), false},
+      {(void **)&w->expert_out, pairs * h->n_embd, sizeof(float), false},
+      {(void **)&w->experts, pairs, sizeof(int32_t), false},
+      {(void **)&w->weights, pairs, sizeof(float), false},
+      {(void **)&w->blocks, rows * h->n_index_head * h->top_k, sizeof(int32_t), false},
+      {(void **)&w->grouping, h->n_expert + 1 + pairs, sizeof(int32_t), false},
+      {(void **)&w->thread, w->thread_floats * o->n_threads, sizeof(float), false},
+      {(void **)&s->hidden, rows * h->n_embd, sizeof(float), false},
+      {(void **)&s->cos, rows * half, sizeof(float), false},
+      {(void **)&s->sin, rows * half, sizeof(float), false},
+      {(void **)&s->host_cos, rows * half, sizeof(float), true},
+      {(void **)&s->host_sin, rows * half, sizeof(float), true},
+      {(void **)&s->logits, logit_rows * h->n_vocab, sizeof(float), false},
+      {(void **)&s->picked, logit_rows * h->n_embd, sizeof(float), false},
+      {(void **)&s->row_seq, rows, sizeof(int32_t), true},
+      {(void **)&s->row_pos, rows, sizeof(int64_t), true},
+      {(void **)&s->scores, scores ? rows * h->n_index_head * blocks : 0, sizeof(float), false},
+  };
+  int n = (int)(sizeof all / sizeof *all);
+  memcpy(list, all, sizeof all);
+  return n;
+}
+
+static m3_status alloc_buffers(m3_session *s, m3_error *err) {
+  buffer list[MAX_BUFFERS];
+  int n = list_buffers(s, s->model, &s->options, list);
+  for (int i = 0; i < n; i++) {
+    uint64_t bytes = (uint64_t)list[i].count * list[i].size;
+    if (!bytes) continue;
+    *list[i].pointer = list[i].host ? m3_alloc(bytes, 1) : s->model->backend->alloc(bytes);
+    if (!*list[i].pointer) return m3_fail_memory(err, bytes, "a work buffer (a smaller chunk needs less)");
+  }
+  return M3_OK;
+}
+
+static void free_buffers(m3_session *s) {
+  buffer list[MAX_BUFFERS];
+  int n = list_buffers(s, s->model, &s->options, list);
+  for (int i = 0; i < n; i++) list[i].host ? m3_free(*list[i].pointer) : s->model->backend->free(*list[i].pointer);
+}
+
+/* ---------------------------------------------------------------------------------------------- open, close */
+
+m3_status m3_session_memory(const m3_model *m, const m3_session_options *options, m3_memory *out, m3_error *err) {
+  m3_session_options o;
+  memset(out, 0, sizeof *out);
+  m3_status status = complete_options(m, options, &o, err);
+  if (status) return status;
+  m3_cache_options c = cache_options(m, &o);
+  status = m3_cache_bytes(&c, &out->kv_bytes, &out->index_bytes, err);
+  if (status) return status;
+  m3_session blank = {0};
+  buffer list[MAX_BUFFERS];
+  int n = list_buffers(&blank, m, &o, list);
+  for (int i = 0; i < n; i++) out->scratch_bytes += (uint64_t)list[i].count * list[i].size;
+  return M3_OK;
+}
+
+m3_status m3_session_open(m3_model *m, const m3_session_options *options, m3_session **out, m3_error *err) {
+  if (!out) return m3_fail(err, M3_ERROR_ARGUMENT, "m3_session_open: out is NULL");
+  *out = NULL;
+  m3_session_options o;
+  m3_status status = complete_options(m, options, &o, err);
+  if (status) return status;
+  m3_session *s = calloc(1, sizeof *s);
+  if (!s) return m3_fail_memory(err, sizeof *s, "a session");
+  s->model = m;
+  s->options = o;
+  s->blocks = calloc((size_t)o.layer_count, sizeof *s->blocks);
+  s->block_scores = calloc((size_t)o.layer_count, sizeof *s->block_scores);
+  if (!s->blocks || !s->block_scores) status = m3_fail_memory(err, (uint64_t)o.layer_count * 16, "a session");
+  if (!status) status = alloc_buffers(s, err);
+  m3_cache_options c = cache_options(m, &o);
+  if (!status) status = m3_cache_open(&s->cache, &c, err);
+  if (status) {
+    m3_session_close(s);
+    return status;
+  }
+  *out = s;
+  return M3_OK;
+}
+
+static void free_records(m3_session *s) {
+  for (int32_t i = 0; i < s->options.layer_count; i++) {
+    if (s->blocks) free(s->blocks[i]), s->blocks[i] = NULL;
+    if (s->block_scores) free(s->block_scores[i]), s->block_scores[i] = NULL;
+  }
+}
+
+void m3_session_close(m3_session *s) {
+  if (!s) return;
+  free_records(s);
+  free(s->blocks);
+  free(s->block_scores);
+  m3_cache_close(&s->cache);
+  free_buffers(s);
+  free(s);
+}
+
+/* ---------------------------------------------------------------------------------------------- eval */
+
+static m3_status check_spans(const m3_session *s, const m3_batch *b, m3_error *err) {
+  int64_t sum = 0;
+  if (b->n_spans < 1 || b->n_spans > s->options.sequences || !b->spans)
+    return m3_fail(err, M3_ERROR_ARGUMENT, "a batch of %d spans, expected 1 to %d", (int)b->n_spans,
+                   (int)s->options.sequences);
+  for (int32_t i = 0; i < b->n_spans; i++) {
+    m3_span span = b->spans[i];
+    if (span.seq < 0 || span.seq >= s->options.sequences)
+      return m3_fail(err, M3_ERROR_ARGUMENT, "sequence %d, expected 0 to %d", (int)span.seq,
+                     (int)s->options.sequences - 1);
+    if (span.n < 1) return m3_fail(err, M3_ERROR_ARGUMENT, "a span of %d rows, expected at least 1", (int)span.n);
+    for (int32_t j = 0; j < i; j++)
+      if (b->spans[j].seq == span.seq)
+        return m3_fail(err, M3_ERROR_ARGUMENT, "sequence %d stands twice in the batch", (int)span.seq);
+    sum += span.n;
+  }
+  if (sum != b->n_tokens)
+    return m3_fail(err, M3_ERROR_ARGUMENT, "the spans have %" PRId64 " rows, the batch %" PRId64, sum, b->n_tokens);
+  return M3_OK;
+}
+
+static m3_status check_input(const m3_session *s, const m3_batch *b, m3_error *err) {
+  bool from_ids = s->options.layer_first == 0;
+  if (from_ids ? !b->ids || b->hidden : !b->hidden || b->ids)
+    return m3_fail(err, M3_ERROR_ARGUMENT, "a window that starts at layer %d takes %s and nothing else",
+                   (int)s->options.layer_first, from_ids ? "ids" : "hidden states");
+  for (int64_t i = 0; from_ids && i < b->n_tokens; i++)
+    if (b->ids[i] < 0 || b->ids[i] >= s->model->hparams.n_vocab)
+      return m3_fail(err, M3_ERROR_ARGUMENT, "token id %d at row %" PRId64 ", expected 0 to %d", (int)b->ids[i], i,
+                     s->model->hparams.n_vocab - 1);
+  return M3_OK;
+}
+
+static m3_status check_output(const m3_session *s, const m3_batch *b, m3_error *err) {
+  const m3_hparams *h = &s->model->hparams;
+  m3_status status = check_range("output", b->output, M3_OUTPUT_LAST, M3_OUTPUT_HIDDEN, err);
+  if (status) return status;
+  if (b->output != M3_OUTPUT_HIDDEN && s->options.layer_first + s->options.layer_count != h->n_layer)
+    return m3_fail(err, M3_ERROR_ARGUMENT, "logits need a window that ends with layer %d, it ends with %d",
+                   h->n_layer - 1, (int)(s->options.layer_first + s->options.layer_count) - 1);
+  int64_t rows = b->output == M3_OUTPUT_LAST ? b->n_spans : b->n_tokens;
+  int64_t want = rows * (b->output == M3_OUTPUT_HIDDEN ? h->n_embd : h->n_vocab);
+  if (!b->out || b->out_count != want)
+    return m3_fail(err, M3_ERROR_ARGUMENT, "out is %s, it must hold %" PRId64 " values and holds %" PRId64,
+                   b->out ? "there" : "NULL", want, b->out_count);
+  return M3_OK;
+}
+
+static m3_status check_batch(const m3_session *s, const m3_batch *b, m3_error *err) {
+  if (!b || b->struct_size != sizeof *b)
+    return m3_fail(err, M3_ERROR_ARGUMENT,
+                   "m3_batch has %u bytes, this library expects %zu: library and header do not belong together",
+                   b ? b->struct_size : 0, sizeof *b);
+  m3_status status = check_spans(s, b, err);
+  if (!status) status = check_input(s, b, err);
+  if (!status) status = check_output(s, b, err);
+  if (!status) status = m3_check_bound(s->model, s->options.layer_first, s->options.layer_count, err);
+  return status;
+}
+
+/* Buffers for what this eval records. */
+static m3_status open_records(m3_session *s, const m3_batch *b, m3_error *err) {
+  const m3_hparams *h = &s->model->hparams;
+  free_records(s);
+  s->last_rows = b->n_tokens;
+  s->last_blocks = 0;
+  for (int32_t i = 0; i < b->n_spans; i++) {
+    int64_t blocks = (s->cache.sequences[b->spans[i].seq].length + b->spans[i].n + h->block_size - 1) / h->block_size;
+    if (blocks > s->last_blocks) s->last_blocks = blocks;
+  }
+  uint64_t lists = (uint64_t)b->n_tokens * (uint64_t)h->n_index_head;
+  for (int32_t i = 0; i < s->options.layer_count; i++) {
+    if (!s->cache.layers[i].index) continue;
+    uint64_t list_bytes = lists * (uint64_t)h->top_k * sizeof(int32_t),
+             score_bytes = lists * (uint64_t)s->last_blocks * sizeof(float);
+    if (s->options.record & M3_RECORD_BLOCKS && !(s->blocks[i] = malloc(list_bytes)))
+      return m3_fail_memory(err, list_bytes, "the recorded block lists of a layer");
+    if (s->options.record & M3_RECORD_SCORES && !(s->block_scores[i] = malloc(score_bytes)))
+      return m3_fail_memory(err, score_bytes, "the recorded block scores of a layer");
+  }
+  return M3_OK;
+}
+
+static m3_status run_chunks(m3_session *s, const m3_batch *b, m3_error *err) {
+  int32_t span = 0, in_span = 0;
+  for (int64_t first = 0; first < b->n_tokens;) {
+    int32_t n = 0;
+    for (; n < s->options.chunk && first + n < b->n_tokens; n++) {
+      if (in_span == b->spans[span].n) span++, in_span = 0;
+      s->row_seq[n] = b->spans[span].seq;
+      s->row_pos[n] = s->cache.sequences[b->spans[span].seq].length + in_span++;
+    }
+    m3_status status = m3_forward_chunk(s, b, first, n, err);
+    if (status) return status;
+    first += n;
+  }
+  return M3_OK;
+}
+
+m3_status m3_session_eval(m3_session *s, const m3_batch *b, m3_error *err) {
+  m3_status status = check_batch(s, b, err);
+  if (status) return status;
+  atomic_store(&s->cancel, false);
+  atomic_store(&s->done, 0);
+  atomic_store(&s->total, b->n_tokens * s->options.layer_count);
+  status = open_records(s, b, err);
+  for (int32_t i = 0; i < b->n_spans && !status; i++)
+    status = m3_cache_reserve(&s->cache, b->spans[i].seq, b->spans[i].n, err);
+  if (!status) status = run_chunks(s, b, err);
+  for (int32_t i = 0; i < b->n_spans; i++) {
+    int32_t seq = b->spans[i].seq;
+    if (status)
+      m3_cache_trim(&s->cache, seq);
+    else
+      m3_cache_set_length(&s->cache, seq, s->cache.sequences[seq].length + b->spans[i].n);
+  }
+  if (status) {
+    free_records(s);
+    s->last_rows = 0;
+  }
+  return status;
+}
+
+void m3_session_cancel(m3_session *s) { atomic_store(&s->cancel, true); }
+
+void m3_session_progress(const m3_session *s, int64_t *done, int64_t *total) {
+  /* atomic_load of a const object is not allowed by C11 as first published; the loads do not write. */
+  m3_session *mutable = (m3_session *)(uintptr_t)s;
+  *done = atomic_load(&mutable->done);
+  *total = atomic_load(&mutable->total);
+}
+
+/* ---------------------------------------------------------------------------------------------- sequences */
+
+static m3_status check_seq(const m3_session *s, int32_t seq, m3_error *err) {
+  if (seq >= 0 && seq < s->options.sequences) return M3_OK;
+  return m3_fail(err, M3_ERROR_ARGUMENT, "sequence %d, expected 0 to %d", (int)seq, (int)s->options.sequences - 1);
+}
+
+int64_t m3_session_length(const m3_session *s, int32_t seq) {
+  return check_seq(s, seq, NULL) ? -1 : s->cache.sequences[seq].length;
+}
+
+m3_status m3_session_rewind(m3_session *s, int32_t seq, int64_t length, m3_error *err) {
+  m3_status status = check_seq(s, seq, err);
+  if (!status) status = check_range("length", length, 0, s->cache.sequences[seq].length, err);
+  if (!status) m3_cache_set_length(&s->cache, seq, length);
+  return status;
+}
+
+m3_status m3_session_fork(m3_session *s, int32_t src, int32_t dst, m3_error *err) {
+  m3_status status = check_seq(s, src, err);
+  if (!status) status = check_seq(s, dst, err);
+  if (!status && src == dst)
+    status = m3_fail(err, M3_ERROR_ARGUMENT, "sequence %d cannot be forked onto itself", (int)src);
+  if (!status) m3_cache_fork(&s->cache, src, dst);
+  return status;
+}
+
+/* ---------------------------------------------------------------------------------------------- taps */
+
+/* Finds the record of a layer; `n` gets its elements per row. */
+static m3_status find_record(const m3_session *s, int32_t layer, uint32_t bit, int64_t per_head, int64_t count,
+                             m3_error *err) {
+  const m3_hparams *h = &s->model->hparams;
+  const char *what = bit == M3_RECORD_BLOCKS ? "blocks" : "scores";
+  int32_t end = s->options.layer_first + s->options.layer_count;
+  if (!(s->options.record & bit)) return m3_fail(err, M3_ERROR_ARGUMENT, "the session does not record %s", what);
+  if (layer < s->options.layer_first || layer >= end)
+    return m3_fail(err, M3_ERROR_ARGUMENT, "layer %d, expected %d to %d", (int)layer, (int)s->options.layer_first,
+                   (int)end - 1);
+  if (!s->cache.layers[layer - s->options.layer_first].index)
+    return m3_fail(err, M3_ERROR_ARGUMENT, "layer %d reads every token (dense attention): it selects no blocks",
+                   (int)layer);
+  if (!s->last_rows) return m3_fail(err, M3_ERROR_ARGUMENT, "nothing is recorded: no eval has succeeded yet");
+  int64_t want = s->last_rows * h->n_index_head * per_head;
+  if (count != want)
+    return m3_fail(err, M3_ERROR_ARGUMENT, "%s of layer %d: %" PRId64 " values, room for %" PRId64, what, (int)layer,
+                   want, count);
+  return M3_OK;
+}
+
+m3_status m3_session_blocks(const m3_session *s, int32_t layer, int32_t *dst, int64_t count, m3_error *err) {
+  m3_status status = find_record(s, layer, M3_RECORD_BLOCKS, s->model->hparams.top_k, count, err);
+  if (!status) memcpy(dst, s->blocks[layer - s->options.layer_first], (size_t)count * sizeof *dst);
+  return status;
+}
+
+m3_status m3_session_block_scores(const m3_session *s, int32_t layer, float *dst, int64_t count, m3_error *err) {
+  m3_status status = find_record(s, layer, M3_RECORD_SCORES, s->last_blocks, count, err);
+  if (!status) memcpy(dst, s->block_scores[layer - s->options.layer_first], (size_t)count * sizeof *dst);
+  return status;
+}
+
+int64_t m3_session_n_blocks(const m3_session *s) { return s->last_rows ? s->last_blocks : 0; }
+
+void m3_session_pages(const m3_session *s, int64_t *used, int64_t *total) {
+  *used = s->cache.n_pages - s->cache.n_free;
+  *total = s->cache.n_pages;
+}

@@ -1,0 +1,48 @@
+/* session.h - a session: its cache, its work buffers, and what the last eval recorded. */
+#ifndef M3_SRC_SESSION_H
+#define M3_SRC_SESSION_H
+
+#include <stdatomic.h>
+
+#include "backend.h"
+#include "cache.h"
+#include "model.h"
+
+/* Sizes of the work buffers, from which they are both estimated and allocated. */
+typedef struct m3_scratch_plan {
+  int64_t rows;       /* of a chunk */
+  int64_t mlp_floats; /* of gate and of up */
+  int64_t thread_floats;
+  uint64_t bytes; /* of all buffers, hidden state and rope tables included */
+} m3_scratch_plan;
+
+struct m3_session {
+  m3_model *model;
+  m3_session_options options; /* with the defaults filled in */
+  m3_cache cache;
+  m3_scratch scratch;
+  float *hidden;    /* [chunk, n_embd] on the backend */
+  float *cos, *sin; /* [chunk, n_rot / 2] on the backend */
+  float *host_cos, *host_sin;
+  float *logits;        /* [logit_rows, n_vocab] on the backend */
+  float *picked;        /* [logit_rows, n_embd] rows whose logits are wanted, on the backend */
+  int32_t *row_seq;     /* [chunk] */
+  int64_t *row_pos;     /* [chunk] */
+  int32_t *host_blocks; /* [chunk, n_index_head, top_k] */
+  float *scores;        /* [chunk, n_index_head, blocks of the longest sequence] when scores are recorded */
+  int64_t last_rows;    /* of the last eval */
+  int64_t last_blocks;  /* blocks of its longest sequence */
+  int32_t **blocks;     /* [layer_count] recorded lists [last_rows, n_index_head, top_k], NULL for dense layers */
+  float **block_scores; /* [layer_count] likewise [last_rows, n_index_head, last_blocks] */
+  atomic_bool cancel;
+  atomic_llong done, total;
+};
+
+/* Rows whose logits are computed together: bounds the logits buffer for a large vocabulary. */
+#define M3_LOGIT_ROWS 32
+
+/* Runs the layers over one chunk: rows [first, first + n) of the batch, whose places are in row_seq and row_pos, with
+ * their pages reserved. Writes out as the batch asks. */
+m3_status m3_forward_chunk(m3_session *session, const m3_batch *batch, int64_t first, int32_t n, m3_error *err);
+
+#endif

@@ -1,0 +1,438 @@
+"""Models and sessions: the Python face of `m3.h`, where shapes and meanings are documented in full.
+
+from m3_runtime import Model
+with Model("m3.gguf") as model, model.session(context=4096) as session:
+    logits = session.eval(ids)
+"""
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass, fields
+from types import TracebackType
+from typing import Any, Literal, Self, TypeAlias, TypedDict, Unpack
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from m3_runtime.errors import CancelledError, InputError
+from m3_runtime.gguf_reader import GGUF, Tensor
+from m3_runtime.native import call, ffi, lib, size_of, text
+from m3_runtime.quantize import TensorType
+
+__all__ = ["GGUF", "Hparams", "Memory", "Model", "Session", "SessionOptions", "Tensor"]
+
+Floats: TypeAlias = NDArray[np.float32]
+Progress: TypeAlias = Callable[[int, int], None]  #: called with row-layers done and in all
+
+_DEVICES = {"auto": lib.M3_DEVICE_AUTO, "cpu": lib.M3_DEVICE_CPU, "cuda": lib.M3_DEVICE_CUDA}
+_ISAS = {
+    "auto": lib.M3_ISA_AUTO,
+    "scalar": lib.M3_ISA_SCALAR,
+    "avx2": lib.M3_ISA_AVX2,
+    "avx512": lib.M3_ISA_AVX512,
+    "neon": lib.M3_ISA_NEON,
+}
+_ATTENTION = {"sparse": lib.M3_ATTENTION_SPARSE, "dense": lib.M3_ATTENTION_DENSE}
+_RECORD = {"blocks": lib.M3_RECORD_BLOCKS, "scores": lib.M3_RECORD_SCORES}
+_OUTPUT = {"last": lib.M3_OUTPUT_LAST, "all": lib.M3_OUTPUT_ALL, "hidden": lib.M3_OUTPUT_HIDDEN}
+
+DEVICES = tuple(_DEVICES)
+ISAS = tuple(_ISAS)
+CACHE_TYPES = ("f32", "f16", "bf16")  #: of K/V and of index keys
+
+#: Seconds between looks at the progress of an evaluation, and the delay of Ctrl-C.
+_POLL = 0.1
+
+
+def _choose(table: dict[str, int], value: str, what: str) -> int:
+    if value not in table:
+        raise InputError(f"{what} is '{value}', expected one of {', '.join(table)}")
+    return table[value]
+
+
+@dataclass(frozen=True)
+class Hparams:
+    """Dimensions of a model; the fields are those of `m3_hparams`."""
+
+    n_layer: int
+    n_dense_layer: int
+    n_embd: int
+    n_head: int
+    n_head_kv: int
+    head_dim: int
+    n_rot: int
+    n_ff: int
+    n_ff_expert: int
+    n_ff_shared: int
+    n_expert: int
+    n_expert_used: int
+    n_vocab: int
+    n_index_head: int
+    index_dim: int
+    top_k: int
+    block_size: int
+    local_blocks: int
+    context_train: int
+    rope_theta: float
+    rms_eps: float
+    expert_scale: float
+    swiglu_alpha: float
+    swiglu_limit: float
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that a session takes; cache pages cost memory when first written."""
+
+    kv_bytes: int
+    index_bytes: int
+    scratch_bytes: int
+    record_bytes: int
+
+    @property
+    def total(self) -> int:
+        return self.kv_bytes + self.index_bytes + self.scratch_bytes + self.record_bytes
+
+
+class SessionOptions(TypedDict, total=False):
+    """Options of `Model.session`."""
+
+    context: int  #: tokens that one sequence can hold, default 4096
+    sequences: int  #: default 1
+    kv_type: str  #: "f32", "f16" (default) or "bf16"
+    index_type: str  #: "f32" (default), "f16" or "bf16"
+    attention: str  #: "sparse" (default) or "dense"
+    threads: int  #: 0 (default) takes all cores
+    chunk: int  #: rows evaluated together, 0 (default) is 512
+    layers: tuple[int, int] | None  #: (first, count) of a layer window; None is the whole model
+    record: Sequence[str]  #: any of "blocks", "scores"
+    poison: bool  #: fill fresh pages with NaN (for tests)
+    page_seed: int  #: take pages in shuffled order (for tests)
+
+
+def _session_options(options: SessionOptions) -> Any:
+    unknown = set(options) - set(SessionOptions.__annotations__)
+    if unknown:
+        raise InputError(f"session option '{min(unknown)}' is not known")
+    o = ffi.new("m3_session_options *")
+    first, count = options.get("layers") or (0, 0)
+    o.struct_size = size_of("m3_session_options")
+    try:
+        o.context = options.get("context", 4096)
+        o.sequences = options.get("sequences", 1)
+        o.n_threads = options.get("threads", 0)
+        o.chunk = options.get("chunk", 0)
+        o.layer_first, o.layer_count = first, count
+        o.page_seed = options.get("page_seed", 0)
+    except (OverflowError, TypeError) as error:
+        raise InputError(f"a session option is not a number of its range: {error}") from None
+    o.kv_type = TensorType.parse(options.get("kv_type", "f16"))
+    o.index_type = TensorType.parse(options.get("index_type", "f32"))
+    o.attention = _choose(_ATTENTION, options.get("attention", "sparse"), "attention")
+    o.record = sum(_choose(_RECORD, name, "record") for name in set(options.get("record", ())))
+    o.flags = lib.M3_SESSION_POISON if options.get("poison", False) else 0
+    return o
+
+
+class Model:
+    """Weights of one model, shared by its sessions. Use it as a context manager.
+
+    path: a GGUF file, mapped read-only. device: "auto", "cpu" or "cuda". isa: instruction set of the CPU kernels.
+    InputError names what is wrong with the file or that the device is not there.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, device: str = "auto", isa: str = "auto") -> None:
+        out = ffi.new("m3_model **")
+        call(lib.m3_model_open, os.fsencode(path), self._options(device, isa), out)
+        self._fill(out[0], os.fspath(path))
+
+    @classmethod
+    def from_header(cls, header: bytes, name: str, *, device: str = "auto", isa: str = "auto") -> Self:
+        """A model that knows shapes and types but has no data: `bind` gives it some, a layer at a time.
+
+        header: a GGUF header without tensor data. name: stands for the file in messages.
+        """
+        self = cls.__new__(cls)
+        out = ffi.new("m3_model **")
+        options = cls._options(device, isa)
+        call(lib.m3_model_open_header, header, len(header), os.fsencode(name), options, out)
+        self._fill(out[0], name)
+        return self
+
+    @staticmethod
+    def _options(device: str, isa: str) -> Any:
+        options = ffi.new("m3_model_options *")
+        options.struct_size = size_of("m3_model_options")
+        options.device = _choose(_DEVICES, device, "device")
+        options.isa = _choose(_ISAS, isa, "isa")
+        return options
+
+    def _fill(self, pointer: Any, path: str) -> None:
+        self._pointer = pointer
+        self._sessions: list[Session] = []
+        self._bound: dict[tuple[str, int], Any] = {}
+        self.path = path
+        raw = lib.m3_model_hparams(pointer)
+        self.hparams = Hparams(**{field.name: getattr(raw, field.name) for field in fields(Hparams)})
+        self.gguf = GGUF._borrow(lib.m3_model_gguf(pointer), path)
+        self.backend_name = text(lib.m3_model_backend_name(pointer))
+        self.isa_name = text(lib.m3_model_isa_name(pointer))
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.n_bytes for t in self.gguf.tensors)
+
+    def _open_pointer(self) -> Any:
+        if self._pointer == ffi.NULL:
+            raise InputError(f"{self.path}: the model is closed")
+        return self._pointer
+
+    def bind(self, tensor: str, data: Any, expert: int = -1) -> None:
+        """Gives data (a C-contiguous buffer in the tensor's type) to a weight of a header-only model.
+
+        expert: one matrix of a stacked tensor, -1 for the whole. The buffer is kept, not copied.
+        """
+        view = ffi.from_buffer(data)
+        call(lib.m3_model_bind, self._open_pointer(), tensor.encode(), expert, view, ffi.sizeof(view))
+        self._bound[tensor, expert] = view
+
+    def unbind_layer(self, layer: int) -> None:
+        """Forgets the data of a layer, or of the tensors outside the layers for -1."""
+        call(lib.m3_model_unbind_layer, self._open_pointer(), layer)
+        if layer < 0:
+            mine = [key for key in self._bound if not key[0].startswith("blk.")]
+        else:
+            mine = [key for key in self._bound if key[0].startswith(f"blk.{layer}.")]
+        for key in mine:
+            del self._bound[key]
+
+    def memory(self, **options: Unpack[SessionOptions]) -> Memory:
+        """What a session with these options would take."""
+        out = ffi.new("m3_memory *")
+        call(lib.m3_session_memory, self._open_pointer(), _session_options(options), out)
+        return Memory(out.kv_bytes, out.index_bytes, out.scratch_bytes, out.record_bytes)
+
+    def session(self, **options: Unpack[SessionOptions]) -> "Session":
+        """Opens a session with empty sequences; MachineError if the memory is not there."""
+        session = Session(self, options)
+        self._sessions.append(session)
+        return session
+
+    def close(self) -> None:
+        """Closes the sessions and the file."""
+        for session in self._sessions:
+            session.close()
+        self._sessions.clear()
+        self.gguf.close()
+        if self._pointer != ffi.NULL:
+            lib.m3_model_close(self._pointer)
+        self._pointer = ffi.NULL
+        self._bound.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+class Session:
+    """One paged cache with its sequences. Use it as a context manager.
+
+    Evaluations run on a thread of the session, so that Ctrl-C stops them: KeyboardInterrupt is raised and the
+    sequence keeps the length it had.
+    """
+
+    def __init__(self, model: Model, options: SessionOptions) -> None:
+        out = ffi.new("m3_session **")
+        self._pointer = ffi.NULL
+        call(lib.m3_session_open, model._open_pointer(), _session_options(options), out)
+        self._pointer = out[0]
+        self._model = model
+        self._window_first = (options.get("layers") or (0, 0))[0]
+        self._rows = 0
+        self._busy = threading.Lock()
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="m3-session")
+
+    def _open_pointer(self) -> Any:
+        if self._pointer == ffi.NULL:
+            raise InputError("the session is closed")
+        return self._pointer
+
+    def eval(
+        self, ids: ArrayLike, seq: int = 0, *, all_logits: bool = False, progress: Progress | None = None
+    ) -> Floats:
+        """Appends ids (int32 [n], n >= 1) to a sequence.
+
+        Returns logits of the last position, float32 [n_vocab], or of all, float32 [n, n_vocab], if all_logits.
+        ContextError if they do not fit, NotFiniteError if a layer computes NaN; the sequence is then unchanged.
+        """
+        out = self.forward([(seq, ids)], output="all" if all_logits else "last", progress=progress)
+        return out if all_logits else out[0]
+
+    def eval_batch(self, parts: Sequence[tuple[int, ArrayLike]], *, progress: Progress | None = None) -> Floats:
+        """Appends ids to several sequences at once: (seq, ids) pairs, a sequence once. float32 [parts, n_vocab]."""
+        return self.forward(parts, output="last", progress=progress)
+
+    def forward(
+        self,
+        parts: Sequence[tuple[int, ArrayLike]],
+        *,
+        output: Literal["last", "all", "hidden"] = "last",
+        progress: Progress | None = None,
+    ) -> Floats:
+        """Runs the layer window over rows of several sequences: (seq, rows) pairs.
+
+        rows: ids int32 [n] if the window starts at layer 0, else hidden states float32 [n, n_embd]. Returns logits
+        ("last": [parts, n_vocab], "all": [all rows, n_vocab]; the window must end with the last layer) or
+        hidden states ("hidden": [all rows, n_embd]).
+        """
+        pointer, h = self._open_pointer(), self._model.hparams
+        rows = [self._as_rows(part) for _, part in parts]
+        joined = np.concatenate(rows) if rows else np.empty(0, np.int32)
+        n = len(joined)
+        shape = (len(parts) if output == "last" else n, h.n_embd if output == "hidden" else h.n_vocab)
+        out = np.empty(shape, np.float32)
+        lengths = [(seq, len(part)) for (seq, _), part in zip(parts, rows, strict=True)]
+        batch, keep = self._batch(lengths, joined, out, _choose(_OUTPUT, output, "output"))
+        before = [(seq, int(lib.m3_session_length(pointer, seq))) for seq, _ in parts]
+        if not self._busy.acquire(blocking=False):
+            raise InputError("the session is evaluating on another thread")
+        try:
+            future = self._worker.submit(call, lib.m3_session_eval, pointer, batch)
+            self._wait(future, before, progress)
+        finally:
+            self._busy.release()
+        del keep
+        self._rows = n
+        return out
+
+    def _as_rows(self, part: ArrayLike) -> NDArray[Any]:
+        if self._window_first:
+            rows = np.ascontiguousarray(part, np.float32)
+            if rows.ndim != 2 or rows.shape[1] != self._model.hparams.n_embd:
+                raise InputError(f"hidden states of shape {rows.shape}, expected [n, {self._model.hparams.n_embd}]")
+            return rows
+        ids = np.asarray(part)
+        if ids.ndim != 1 or not (np.issubdtype(ids.dtype, np.integer) or ids.size == 0):
+            raise InputError(f"ids are {ids.dtype} of shape {ids.shape}, expected integers of shape [n]")
+        if ids.size and (ids.min() < 0 or ids.max() >= self._model.hparams.n_vocab):
+            bad = ids[(ids < 0) | (ids >= self._model.hparams.n_vocab)][0]
+            raise InputError(f"token id {bad}, expected 0 to {self._model.hparams.n_vocab - 1}")
+        return np.ascontiguousarray(ids, np.int32)
+
+    def _batch(
+        self, lengths: list[tuple[int, int]], joined: NDArray[Any], out: Floats, kind: int
+    ) -> tuple[Any, list[Any]]:
+        """The m3_batch of rows given as (seq, n) spans, and what must stay alive while it is used."""
+        spans = ffi.new("m3_span[]", lengths)
+        batch = ffi.new("m3_batch *")
+        batch.struct_size, batch.output = size_of("m3_batch"), kind
+        batch.n_tokens, batch.n_spans, batch.spans = len(joined), len(lengths), spans
+        source = ffi.from_buffer("float[]" if self._window_first else "int32_t[]", joined)
+        if self._window_first:
+            batch.hidden = source
+        else:
+            batch.ids = source
+        target = ffi.from_buffer("float[]", out, require_writable=True)
+        batch.out, batch.out_count = target, out.size
+        return batch, [spans, source, target]
+
+    def _wait(self, future: Future[None], before: list[tuple[int, int]], progress: Progress | None) -> None:
+        try:
+            while True:
+                try:
+                    future.result(_POLL if progress else None)
+                    return
+                except FutureTimeoutError:
+                    if future.done():
+                        raise
+                if progress:
+                    progress(*self.progress())
+        except BaseException:
+            self._stop(future)
+            for seq, length in before:
+                if lib.m3_session_length(self._pointer, seq) > length:
+                    self.rewind(length, seq)
+            raise
+
+    def _stop(self, future: Future[None]) -> None:
+        """Ends a running evaluation; it may have been cancelled before it looked, hence the repetition."""
+        while not future.done():
+            self.cancel()
+            try:
+                future.exception(timeout=_POLL)
+            except FutureTimeoutError:
+                continue
+            except (CancelledError, KeyboardInterrupt):
+                continue
+
+    def cancel(self) -> None:
+        """Asks a running evaluation, which is on another thread, to stop with CancelledError."""
+        lib.m3_session_cancel(self._open_pointer())
+
+    def progress(self) -> tuple[int, int]:
+        """Row-layers done and in all of the running evaluation or the last one."""
+        done, total = ffi.new("int64_t *"), ffi.new("int64_t *")
+        lib.m3_session_progress(self._open_pointer(), done, total)
+        return done[0], total[0]
+
+    def length(self, seq: int = 0) -> int:
+        """Tokens that a sequence holds."""
+        length = int(lib.m3_session_length(self._open_pointer(), seq))
+        if length < 0:
+            raise InputError(f"sequence {seq} is not one of the session's")
+        return length
+
+    def rewind(self, length: int, seq: int = 0) -> None:
+        """Keeps the first `length` tokens."""
+        call(lib.m3_session_rewind, self._open_pointer(), seq, length)
+
+    def fork(self, src: int, dst: int) -> None:
+        """Makes dst a copy of src that shares its pages until one of them writes."""
+        call(lib.m3_session_fork, self._open_pointer(), src, dst)
+
+    def pages(self) -> tuple[int, int]:
+        """Pages in use and in all."""
+        used, total = ffi.new("int64_t *"), ffi.new("int64_t *")
+        lib.m3_session_pages(self._open_pointer(), used, total)
+        return used[0], total[0]
+
+    def selected_blocks(self, layer: int) -> NDArray[np.int32]:
+        """Block lists of the last evaluation: int32 [n_ids, index_heads, top_k], ascending, -1 padded at the end.
+
+        Needs record=("blocks",); InputError on a dense layer.
+        """
+        h = self._model.hparams
+        out = np.empty((self._rows, h.n_index_head, h.top_k), np.int32)
+        target = ffi.from_buffer("int32_t[]", out, require_writable=True)
+        call(lib.m3_session_blocks, self._open_pointer(), layer, target, out.size)
+        return out
+
+    def block_scores(self, layer: int) -> Floats:
+        """Block scores of the last evaluation, before local blocks are forced: float32 [n_ids, index_heads, n_blocks].
+
+        -inf for blocks that a row cannot see. Needs record=("scores",); InputError on a dense layer.
+        """
+        h, n_blocks = self._model.hparams, int(lib.m3_session_n_blocks(self._open_pointer()))
+        out = np.empty((self._rows, h.n_index_head, n_blocks), np.float32)
+        target = ffi.from_buffer("float[]", out, require_writable=True)
+        call(lib.m3_session_block_scores, self._open_pointer(), layer, target, out.size)
+        return out
+
+    def close(self) -> None:
+        """Frees the cache. A second call does nothing."""
+        if self._pointer != ffi.NULL:
+            self._worker.shutdown(wait=True)
+            lib.m3_session_close(self._pointer)
+        self._pointer = ffi.NULL
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()

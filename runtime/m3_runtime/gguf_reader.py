@@ -1,0 +1,126 @@
+"""GGUF files through the engine's reader, which is written for untrusted input."""
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from m3_runtime.errors import InputError
+from m3_runtime.native import call, ffi, lib
+
+Value: TypeAlias = int | float | bool | str | list[int] | list[float] | list[bool] | list[str]
+
+_NUMPY = {
+    lib.M3_KV_U8: "<u1",
+    lib.M3_KV_I8: "<i1",
+    lib.M3_KV_U16: "<u2",
+    lib.M3_KV_I16: "<i2",
+    lib.M3_KV_U32: "<u4",
+    lib.M3_KV_I32: "<i4",
+    lib.M3_KV_F32: "<f4",
+    lib.M3_KV_BOOL: "?",
+    lib.M3_KV_U64: "<u8",
+    lib.M3_KV_I64: "<i8",
+    lib.M3_KV_F64: "<f8",
+}
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor of a file. ne: dimensions, contiguous one first. offset: bytes from the start of the file."""
+
+    name: str
+    type: int
+    ne: tuple[int, ...]
+    offset: int
+    n_bytes: int
+
+
+def _decode(string: Any, what: str) -> str:
+    try:
+        return bytes(ffi.buffer(string.data, string.size)).decode("utf-8")
+    except UnicodeDecodeError:
+        raise InputError(f"{what} is not valid UTF-8") from None
+
+
+class Metadata(Mapping[str, Value]):
+    """Keys of a file in file order; values are decoded when asked for."""
+
+    def __init__(self, gguf: Any, name: str) -> None:
+        self._name = name
+        self._kv = {}
+        for i in range(lib.m3_gguf_n_kv(gguf)):
+            kv = lib.m3_gguf_kv(gguf, i)
+            self._kv[_decode(kv.key, f"{name}: key {i}")] = kv
+
+    def __getitem__(self, key: str) -> Value:
+        kv = self._kv[key]
+        what = f"{self._name}: the value of key '{key}'"
+        if kv.element_type == lib.M3_KV_STRING:
+            strings = [_decode(kv.strings[i], what) for i in range(kv.n)]
+            return strings if kv.type == lib.M3_KV_ARRAY else strings[0]
+        dtype = np.dtype(_NUMPY[kv.element_type])
+        raw = bytes(ffi.buffer(kv.data, kv.n * dtype.itemsize)) if kv.n else b""
+        values: list[Any] = np.frombuffer(raw, dtype).tolist()
+        if kv.type == lib.M3_KV_ARRAY:
+            return values
+        scalar: Value = values[0]
+        return scalar
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._kv)
+
+    def __len__(self) -> int:
+        return len(self._kv)
+
+
+class GGUF:
+    """An open file: `metadata`, `tensors` in file order, `tensor_data`. Use it as a context manager.
+
+    InputError names what is wrong with the file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        out = ffi.new("m3_gguf **")
+        call(lib.m3_gguf_open, os.fsencode(path), out)
+        self._fill(out[0], os.fspath(path), owned=True)
+
+    @classmethod
+    def _borrow(cls, pointer: Any, name: str) -> "GGUF":
+        """The file of an open model, which stays its owner."""
+        self = cls.__new__(cls)
+        self._fill(pointer, name, owned=False)
+        return self
+
+    def _fill(self, pointer: Any, name: str, *, owned: bool) -> None:
+        self._pointer, self._owned, self.name = pointer, owned, name
+        self.file_bytes = int(lib.m3_gguf_file_bytes(pointer))
+        self.metadata: Mapping[str, Value] = Metadata(pointer, name)
+        self.tensors = [self._tensor(lib.m3_gguf_tensor(pointer, i)) for i in range(lib.m3_gguf_n_tensors(pointer))]
+
+    def _tensor(self, t: Any) -> Tensor:
+        name = _decode(t.name, f"{self.name}: a tensor name")
+        return Tensor(name, t.type, tuple(t.ne[0 : t.n_dims]), t.offset, t.n_bytes)
+
+    def tensor_data(self, name: str) -> memoryview:
+        """Bytes of a tensor in the mapped file, read-only, valid until close; InputError if there is none."""
+        t = lib.m3_gguf_find_tensor(self._pointer, name.encode())
+        if t == ffi.NULL or t.data == ffi.NULL:
+            raise InputError(f"{self.name}: there is no data of a tensor '{name}'")
+        return memoryview(ffi.buffer(ffi.cast("char *", t.data), t.n_bytes)).toreadonly()
+
+    def close(self) -> None:
+        """Unmaps the file. Memory views of it must not be used any more."""
+        if self._owned and self._pointer != ffi.NULL:
+            lib.m3_gguf_close(self._pointer)
+        self._pointer = ffi.NULL
+        self.metadata, self.tensors = {}, []
+
+    def __enter__(self) -> "GGUF":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()

@@ -1,0 +1,88 @@
+"""The only module that knows cffi: loads libm3 with the declarations of its own header, and turns m3_error into
+exceptions.
+
+Library and header lie side by side in `lib/`, put there by the build, so they always belong together.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from cffi import FFI
+
+from m3_runtime.errors import (
+    CancelledError,
+    ContextError,
+    InputError,
+    M3Error,
+    MachineError,
+    NotFiniteError,
+)
+
+LIBRARY_FOLDER: Final = Path(__file__).parent / "lib"
+_BEGIN, _END = "/* [declarations]", "/* [end of declarations] */"
+
+
+def _declarations(header: str) -> str:
+    begin, end = header.find(_BEGIN), header.find(_END)
+    if begin < 0 or end < begin:
+        raise MachineError(f"{LIBRARY_FOLDER / 'm3.h'}: the declaration markers are missing; run `make native`")
+    return header[begin:end]
+
+
+def _load() -> tuple[FFI, Any]:
+    header, library = LIBRARY_FOLDER / "m3.h", LIBRARY_FOLDER / "libm3.so"
+    for path in (header, library):
+        if not path.is_file():
+            raise MachineError(f"{path} is missing: the engine is not built; run `make native`")
+    loaded = FFI()
+    loaded.cdef(_declarations(header.read_text(encoding="utf-8")))
+    try:
+        functions = loaded.dlopen(str(library))
+    except OSError as error:
+        raise MachineError(f"{library} cannot be loaded: {error}") from None
+    if functions.m3_abi_version() != functions.M3_ABI_VERSION:
+        raise MachineError(
+            f"{library} has interface version {functions.m3_abi_version()}, its header says "
+            f"{functions.M3_ABI_VERSION}; run `make native`"
+        )
+    return loaded, functions
+
+
+ffi, lib = _load()
+
+_ERRORS: Final[dict[int, type[M3Error]]] = {
+    lib.M3_ERROR_ARGUMENT: InputError,
+    lib.M3_ERROR_IO: InputError,
+    lib.M3_ERROR_FORMAT: InputError,
+    lib.M3_ERROR_MODEL: InputError,
+    lib.M3_ERROR_MEMORY: MachineError,
+    lib.M3_ERROR_CONTEXT: ContextError,
+    lib.M3_ERROR_NOT_FINITE: NotFiniteError,
+    lib.M3_ERROR_CANCELLED: CancelledError,
+    lib.M3_ERROR_UNSUPPORTED: InputError,
+    lib.M3_ERROR_UNBOUND: InputError,
+}
+
+
+def call(function: Callable[..., int], *arguments: Any) -> None:
+    """Calls an m3 function whose last parameter is an m3_error, and raises what it reports."""
+    error = ffi.new("m3_error *")
+    status = function(*arguments, error)
+    if status != lib.M3_OK:
+        message = ffi.string(error.message).decode("utf-8", errors="replace")
+        raise _ERRORS.get(status, M3Error)(message)
+
+
+def text(value: Any) -> str:
+    """A static C string."""
+    return str(ffi.string(value).decode())
+
+
+def size_of(struct: str) -> int:
+    return int(ffi.sizeof(struct))
+
+
+def version() -> str:
+    """Version of the engine, "major.minor.patch"."""
+    return text(lib.m3_version())
