@@ -63,11 +63,11 @@ install: native $(STAMP)
 
 C_TESTS := $(patsubst tests/native/%.c,%,$(wildcard tests/native/test_*.c))
 
-build/release/tests/%: tests/native/%.c tests/native/check.h $(OBJECTS)
+build/release/tests/%: tests/native/%.c $(wildcard tests/native/*.h) $(OBJECTS)
 	@mkdir -p $(@D)
 	$(CC) $(BASE) $(CFLAGS) -Itests/native -o $@ $< $(OBJECTS) -lm
 
-build/asan/tests/%: tests/native/%.c tests/native/check.h $(ASAN_OBJECTS)
+build/asan/tests/%: tests/native/%.c $(wildcard tests/native/*.h) $(ASAN_OBJECTS)
 	@mkdir -p $(@D)
 	$(CC) $(BASE) $(SANITIZE) -Itests/native -o $@ $< $(ASAN_OBJECTS) -lm
 

@@ -51,6 +51,8 @@ extern "C" {
 #define M3_MAX_CONTEXT 16777216 /* tokens of one sequence */
 #define M3_MAX_SEQUENCES 4096
 #define M3_MAX_DIMS 4
+#define M3_MAX_KEYS 65536
+#define M3_MAX_TENSORS 65536
 #define M3_ERROR_SIZE 768
 
 typedef enum m3_status {
@@ -69,7 +71,8 @@ typedef enum m3_status {
 
 typedef struct m3_error {
   int32_t code;      /* an m3_status */
-  char message[768]; /* UTF-8, one line, NUL-terminated; control characters of file names are replaced by '?' */
+  char message[768]; /* one line, NUL-terminated, control characters replaced by '?'; names of files and tensors
+                      * stand in it byte for byte, so that it is UTF-8 only as far as they are */
 } m3_error;
 
 /* Tensor types by their GGUF number. Types that are not listed are refused by name or number. */
@@ -116,8 +119,8 @@ int64_t m3_row_bytes(int32_t type, int64_t n);
 
 /* Converts rows: src float32 [n_rows, n_per_row] to dst in `type`, n_rows * m3_row_bytes(type, n_per_row)
  * bytes. Rounds to nearest even (Q8_0: nearest, ties away from zero, scale absmax/127 in float32 stored as
- * float16, as in GGUF). Refused with M3_ERROR_NOT_FINITE: NaN or infinity in src; a finite value that F16, or
- * a Q8_0 scale, cannot hold. The message names the row, the column, the value and how many there are.
+ * float16, as in GGUF). Refused with M3_ERROR_NOT_FINITE: NaN or infinity in src; a finite value that F16, BF16 or
+ * a Q8_0 scale cannot hold. The message names the row, the column, the value and how many there are.
  * n_threads: 0 takes all cores. dst may be written in part on failure. */
 m3_status m3_quantize(int32_t type, const float *src, int64_t n_rows, int64_t n_per_row, void *dst, int64_t dst_bytes,
                       int32_t n_threads, m3_error *err);

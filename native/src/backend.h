@@ -147,7 +147,7 @@ typedef struct m3_backend {
   void (*attend)(const m3_context *c, const m3_attend_params *p);
   void (*output)(const m3_context *c, const m3_output_params *p);
   void (*mlp)(const m3_context *c, const m3_ffn_params *p);
-  bool (*router)(const m3_context *c, const m3_ffn_params *p); /* false: a router logit is not finite */
+  bool (*router)(const m3_context *c, const m3_ffn_params *p); /* false: a router logit or bias is not finite */
   void (*experts)(const m3_context *c, const m3_ffn_params *p);
   void (*shared)(const m3_context *c, const m3_ffn_params *p);
   void (*head)(const m3_context *c, const m3_head_params *p);

@@ -75,7 +75,7 @@ static m3_status feed_forward(m3_session *s, const m3_context *c, int32_t layer,
     b->mlp(c, &p);
     return M3_OK;
   }
-  if (!b->router(c, &p)) return not_finite(layer, "a router logit", err);
+  if (!b->router(c, &p)) return not_finite(layer, "a router logit or bias", err);
   b->experts(c, &p);
   if (s->model->hparams.n_ff_shared) b->shared(c, &p);
   return M3_OK;

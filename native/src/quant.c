@@ -92,6 +92,7 @@ static void q8_0_from_f32(const float *src, void *dst, int64_t n) {
     /* The division by the float32 scale, not by the stored float16 one, is what the format's writers do: the
      * bytes must be the same everywhere. */
     float inverse = d != 0 ? 1.0f / d : 0.0f;
+    if (isinf(inverse)) inverse = 0.0f; /* a scale below 2^-128 is stored as zero anyway */
     b[i].d = m3_f32_to_f16(d);
     for (int j = 0; j < M3_Q8_0_BLOCK; j++) b[i].q[j] = (int8_t)roundf(x[j] * inverse);
   }

@@ -41,9 +41,16 @@ def _exit_code(call: Callable[[], Any], name: str) -> int:
     except Exception as error:
         return _report(name, error)
     except KeyboardInterrupt:
-        print(f"{name}: interrupted", file=sys.stderr)
-        return ExitCode.INTERRUPTED
+        return _interrupted(name)
+    # typer turns Ctrl-C into a result of its own: the exit code, without a word.
+    if result == ExitCode.INTERRUPTED:
+        return _interrupted(name)
     return int(result) if isinstance(result, int) else ExitCode.OK
+
+
+def _interrupted(name: str) -> int:
+    print(f"{name}: interrupted", file=sys.stderr)
+    return ExitCode.INTERRUPTED
 
 
 def _report(name: str, error: Exception) -> int:
@@ -51,8 +58,7 @@ def _report(name: str, error: Exception) -> int:
     if isinstance(error, typer.Exit):
         return int(error.exit_code)
     if isinstance(error, typer.Abort):
-        print(f"{name}: interrupted", file=sys.stderr)
-        return ExitCode.INTERRUPTED
+        return _interrupted(name)
     format_message = getattr(error, "format_message", None)
     if callable(format_message):
         print(f"{name}: {one_line(format_message())} (see {name} --help)", file=sys.stderr)

@@ -147,7 +147,7 @@ class Model:
     def __init__(self, path: str | os.PathLike[str], *, device: str = "auto", isa: str = "auto") -> None:
         out = ffi.new("m3_model **")
         call(lib.m3_model_open, os.fsencode(path), self._options(device, isa), out)
-        self._fill(out[0], os.fspath(path))
+        self._take(out[0], os.fspath(path))
 
     @classmethod
     def from_header(cls, header: bytes, name: str, *, device: str = "auto", isa: str = "auto") -> Self:
@@ -159,7 +159,7 @@ class Model:
         out = ffi.new("m3_model **")
         options = cls._options(device, isa)
         call(lib.m3_model_open_header, header, len(header), os.fsencode(name), options, out)
-        self._fill(out[0], name)
+        self._take(out[0], name)
         return self
 
     @staticmethod
@@ -169,6 +169,14 @@ class Model:
         options.device = _choose(_DEVICES, device, "device")
         options.isa = _choose(_ISAS, isa, "isa")
         return options
+
+    def _take(self, pointer: Any, path: str) -> None:
+        """Becomes the owner of an open m3_model."""
+        try:
+            self._fill(pointer, path)
+        except InputError:
+            lib.m3_model_close(pointer)
+            raise
 
     def _fill(self, pointer: Any, path: str) -> None:
         self._pointer = pointer

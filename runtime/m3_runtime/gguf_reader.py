@@ -86,7 +86,11 @@ class GGUF:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         out = ffi.new("m3_gguf **")
         call(lib.m3_gguf_open, os.fsencode(path), out)
-        self._fill(out[0], os.fspath(path), owned=True)
+        try:
+            self._fill(out[0], os.fspath(path), owned=True)
+        except InputError:
+            lib.m3_gguf_close(out[0])
+            raise
 
     @classmethod
     def _borrow(cls, pointer: Any, name: str) -> "GGUF":

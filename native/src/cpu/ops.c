@@ -22,13 +22,13 @@ void m3_cpu_embed(const m3_context *c, const m3_embed_params *p) {
                    n_embd);
 }
 
-/* SwiGLU-OAI: g * sigmoid(alpha g) * (u + 1), g clamped from above, u on both sides. Comparisons are written so
- * that NaN stays NaN; fminf would drop it. */
+/* SwiGLU-OAI: g * sigmoid(alpha g) * (u + 1), g clamped from above, u on both sides. The clamps must not hide broken
+ * weights: x - x is zero for a number and NaN for NaN and infinity, so adding it carries both through. */
 static void swiglu(const m3_hparams *h, float *gate, const float *up, int64_t n) {
   float limit = h->swiglu_limit, alpha = h->swiglu_alpha;
   for (int64_t i = 0; i < n; i++) {
-    float g = gate[i] > limit ? limit : gate[i];
-    float u = up[i] > limit ? limit : up[i] < -limit ? -limit : up[i];
+    float g = (gate[i] > limit ? limit : gate[i]) + (gate[i] - gate[i]);
+    float u = (up[i] > limit ? limit : up[i] < -limit ? -limit : up[i]) + (up[i] - up[i]);
     gate[i] = g / (1.0f + expf(-alpha * g)) * (u + 1.0f);
   }
 }
@@ -76,7 +76,7 @@ void m3_cpu_shared(const m3_context *c, const m3_ffn_params *p) {
 }
 
 /* The chosen experts of one row: sigmoid of the logits plus bias ranks them (ties to the lower id), their unbiased
- * sigmoids over their sum weigh them. `work` holds 2 * n_expert floats. False if a logit is not finite. */
+ * sigmoids over their sum weigh them. `work` holds 2 * n_expert floats. False if a logit or bias is not finite. */
 static bool route_row(const m3_context *c, const m3_ffn_params *p, int32_t row, float *work) {
   const m3_hparams *h = c->hparams;
   const m3_scratch *s = c->scratch;
@@ -89,6 +89,7 @@ static bool route_row(const m3_context *c, const m3_ffn_params *p, int32_t row, 
     finite &= fabsf(logit) <= FLT_MAX;
     prob[e] = 1.0f / (1.0f + expf(-logit));
     rank[e] = prob[e] + bias[e];
+    finite &= fabsf(rank[e]) <= FLT_MAX;
   }
   int32_t *chosen = s->experts + (int64_t)row * h->n_expert_used;
   float *weight = s->weights + (int64_t)row * h->n_expert_used, sum = 0;
@@ -96,7 +97,7 @@ static bool route_row(const m3_context *c, const m3_ffn_params *p, int32_t row, 
     int32_t best = -1;
     for (int32_t e = 0; e < h->n_expert; e++)
       if (rank[e] > -INFINITY && (best < 0 || rank[e] > rank[best])) best = e;
-    if (best < 0) return false; /* only NaN is left */
+    if (best < 0) return false; /* nothing finite is left */
     rank[best] = -INFINITY;
     int32_t at = k; /* kept in ascending order, so that the sum over experts has one order */
     for (; at > 0 && chosen[at - 1] > best; at--) chosen[at] = chosen[at - 1];

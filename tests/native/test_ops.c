@@ -1,0 +1,397 @@
+/* The case table of operations. Every backend and instruction set of this machine runs every case and is compared with
+ * the scalar CPU code; selection and attention of the scalar code are compared with a plain computation in double
+ * precision written from the definition. */
+#include "world.h"
+
+enum { F32 = M3_TYPE_F32, F16 = M3_TYPE_F16, BF16 = M3_TYPE_BF16, Q8 = M3_TYPE_Q8_0 };
+
+/* Sizes that most cases share; M3's head geometry or an odd one. */
+#define M3_HEADS .n_head = 8, .n_head_kv = 2, .head_dim = 128, .index_dim = 128, .n_rot = 64, .block_size = 128
+#define ODD_HEADS .n_head = 6, .n_head_kv = 3, .head_dim = 40, .index_dim = 24, .n_rot = 16, .block_size = 16
+#define SMALL_FFN \
+  .n_embd = 96, .n_ff = 80, .n_ff_expert = 48, .n_ff_shared = 64, .n_expert = 5, .n_expert_used = 2, .n_vocab = 50
+#define ODD_FFN \
+  .n_embd = 33, .n_ff = 37, .n_ff_expert = 29, .n_ff_shared = 58, .n_expert = 3, .n_expert_used = 3, .n_vocab = 17
+
+static const op_case cases[] = {
+    {"context 1", M3_HEADS, SMALL_FFN, .top_k = 16, .local_blocks = 1, .n_sequences = 1, .n_rows = 1, .context = 1},
+    {"context 127", M3_HEADS, SMALL_FFN, .top_k = 16, .local_blocks = 1, .n_sequences = 1, .n_rows = 1, .context = 127},
+    {"context 128", M3_HEADS, SMALL_FFN, .top_k = 16, .local_blocks = 1, .n_sequences = 1, .n_rows = 2, .context = 128},
+    {"context 129", M3_HEADS, SMALL_FFN, .top_k = 16, .local_blocks = 1, .n_sequences = 1, .n_rows = 3, .context = 129},
+    {"context 1920", M3_HEADS, SMALL_FFN, .top_k = 16, .local_blocks = 1, .n_sequences = 1, .n_rows = 1,
+     .context = 1920},
+    {"context 2047", M3_HEADS, SMALL_FFN, .top_k = 16, .local_blocks = 1, .n_sequences = 1, .n_rows = 2,
+     .context = 2047},
+    {"context 2048", M3_HEADS, SMALL_FFN, .top_k = 16, .local_blocks = 1, .n_sequences = 1, .n_rows = 2,
+     .context = 2048},
+    {"context 2049", M3_HEADS, SMALL_FFN, .top_k = 16, .local_blocks = 1, .n_sequences = 1, .n_rows = 3,
+     .context = 2049},
+    {"top_k 17", M3_HEADS, SMALL_FFN, .top_k = 17, .local_blocks = 1, .n_sequences = 1, .n_rows = 2, .context = 2400},
+    {"top_k 32", M3_HEADS, SMALL_FFN, .top_k = 32, .local_blocks = 2, .n_sequences = 1, .n_rows = 1, .context = 4300},
+    {"tokens = heads", .n_head = 4, .n_head_kv = 4, .head_dim = 16, .index_dim = 16, .n_rot = 8, .block_size = 16,
+     SMALL_FFN, .top_k = 3, .local_blocks = 1, .n_sequences = 1, .n_rows = 4, .context = 100},
+    {"2 heads x 3 tokens", .n_head = 2, .n_head_kv = 2, .head_dim = 16, .index_dim = 16, .n_rot = 16, .block_size = 16,
+     SMALL_FFN, .top_k = 1, .local_blocks = 1, .n_sequences = 1, .n_rows = 3, .context = 50},
+    {"tail of 241 tokens", M3_HEADS, SMALL_FFN, .top_k = 4, .local_blocks = 1, .n_sequences = 1, .n_rows = 15,
+     .context = 255},
+    {"16 heads a group", .n_head = 32, .n_head_kv = 2, .head_dim = 128, .index_dim = 128, .n_rot = 64,
+     .block_size = 128, SMALL_FFN, .top_k = 16, .local_blocks = 1, .n_sequences = 1, .n_rows = 2, .context = 2300},
+    {"odd sizes", ODD_HEADS, ODD_FFN, .top_k = 5, .local_blocks = 2, .n_sequences = 1, .n_rows = 7, .context = 203},
+    {"local fills top_k", ODD_HEADS, ODD_FFN, .top_k = 3, .local_blocks = 3, .n_sequences = 1, .n_rows = 5,
+     .context = 155},
+    {"three sequences", ODD_HEADS, SMALL_FFN, .top_k = 3, .local_blocks = 1, .n_sequences = 3, .n_rows = 4,
+     .context = 130},
+    {"F16 cache", M3_HEADS, SMALL_FFN, .top_k = 4, .local_blocks = 1, .n_sequences = 1, .n_rows = 3, .context = 1000,
+     .weight_type = F16, .kv_type = F16, .index_type = F16},
+    {"BF16 cache", M3_HEADS, SMALL_FFN, .top_k = 4, .local_blocks = 1, .n_sequences = 2, .n_rows = 2, .context = 700,
+     .weight_type = BF16, .kv_type = BF16, .index_type = BF16},
+    {"Q8_0 weights", M3_HEADS, SMALL_FFN, .top_k = 4, .local_blocks = 1, .n_sequences = 1, .n_rows = 5, .context = 600,
+     .weight_type = Q8, .kv_type = F16},
+    {"Q8_0, odd rows fall to F16", ODD_HEADS, ODD_FFN, .top_k = 4, .local_blocks = 1, .n_sequences = 1, .n_rows = 2,
+     .context = 90, .weight_type = Q8},
+    {"block 1024", .n_head = 2, .n_head_kv = 1, .head_dim = 32, .index_dim = 32, .n_rot = 32, .block_size = 1024,
+     SMALL_FFN, .top_k = 2, .local_blocks = 1, .n_sequences = 1, .n_rows = 2, .context = 4097},
+};
+
+/* A backend with its kernels. */
+typedef struct engine {
+  const m3_backend *backend;
+  const m3_kernels *kernels;
+  int32_t threads;
+} engine;
+
+static m3_context context_of(const engine *e, world *w) { return (m3_context){&w->h, e->kernels, &w->scratch}; }
+
+/* ---------------------------------------------------------------------------------------------- definitions */
+
+/* A cached row as float32. */
+static const float *read_row(int32_t type, const void *base, int64_t row, int64_t n) {
+  static float x[M3_MAX_HEAD_DIM];
+  m3_traits(type)->to_f32((const char *)base + row * m3_row_bytes(type, n), x, n);
+  return x;
+}
+
+/* Block scores of one row and head in double precision; returns max |q| |k| for the rounding bound. */
+static double exact_scores(const world *w, int32_t row, int32_t head, double *out) {
+  const op_case *c = &w->c;
+  const float *q = w->scratch.index_q + ((int64_t)row * c->n_head_kv + head) * c->index_dim;
+  const int32_t *table = w->rows.tables[w->rows.seq[row]];
+  double q_norm = 0, largest = 0;
+  for (int32_t i = 0; i < c->index_dim; i++) q_norm += (double)q[i] * (double)q[i];
+  for (int64_t pos = 0; pos <= w->rows.pos[row]; pos++) {
+    int64_t block = pos / c->block_size, key = (int64_t)table[block] * c->block_size + pos % c->block_size;
+    const float *k = read_row(c->index_type, w->cache.index, key, c->index_dim);
+    double score = 0, k_norm = 0;
+    for (int32_t i = 0; i < c->index_dim; i++) {
+      score += (double)q[i] * (double)k[i];
+      k_norm += (double)k[i] * (double)k[i];
+    }
+    if (pos % c->block_size == 0 || score > out[block]) out[block] = score;
+    if (sqrt(q_norm * k_norm) > largest) largest = sqrt(q_norm * k_norm);
+  }
+  return largest;
+}
+
+/* A list is right if it is ascending and padded, holds the local blocks, and no block left out scores higher than one
+ * taken in by more than rounding. */
+static void check_list(const world *w, const char *who, int32_t row, int32_t head, const int32_t *list) {
+  const op_case *c = &w->c;
+  static double score[4096];
+  static bool taken[4096];
+  double rounding = exact_scores(w, row, head, score) * 0x1p-18;
+  int64_t visible = w->rows.pos[row] / c->block_size + 1, n = 0;
+  memset(taken, 0, sizeof taken);
+  bool formed = true;
+  for (int32_t i = 0; i < c->top_k; i++) {
+    if (list[i] < 0) continue;
+    formed &= list[i] < visible && i == n && (n == 0 || list[i] > list[n - 1]);
+    if (list[i] < visible) taken[list[i]] = true;
+    n++;
+  }
+  CHECK(formed && n == (visible < c->top_k ? visible : c->top_k), "%s, %s: row %d head %d: malformed list of %lld",
+        c->name, who, row, head, (long long)n);
+  double lowest_taken = INFINITY, highest_left = -INFINITY;
+  for (int64_t b = 0; b < visible; b++) {
+    bool local = b >= visible - c->local_blocks;
+    if (local)
+      CHECK(taken[b], "%s, %s: row %d head %d: local block %lld left out", c->name, who, row, head, (long long)b);
+    if (taken[b] && !local && score[b] < lowest_taken) lowest_taken = score[b];
+    if (!taken[b] && score[b] > highest_left) highest_left = score[b];
+  }
+  CHECK(lowest_taken >= highest_left - rounding,
+        "%s, %s: row %d head %d: a block with score %g taken, one with %g left out", c->name, who, row, head,
+        lowest_taken, highest_left);
+}
+
+/* Softmax attention of one query head over the tokens of the listed blocks (all blocks if list is NULL). */
+static void exact_attention(const world *w, int32_t row, int32_t head, const int32_t *list, double *out) {
+  const op_case *c = &w->c;
+  int32_t kv_head = head / (c->n_head / c->n_head_kv);
+  const float *q = w->scratch.q + ((int64_t)row * c->n_head + head) * c->head_dim;
+  const int32_t *table = w->rows.tables[w->rows.seq[row]];
+  double sum = 0;
+  for (int32_t i = 0; i < c->head_dim; i++) out[i] = 0;
+  for (int64_t pos = 0; pos <= w->rows.pos[row]; pos++) {
+    int64_t block = pos / c->block_size;
+    bool read = !list;
+    for (int32_t i = 0; list && i < c->top_k; i++) read |= list[i] == block;
+    if (!read) continue;
+    int64_t key = ((int64_t)table[block] * c->n_head_kv + kv_head) * c->block_size + pos % c->block_size;
+    const float *k = read_row(c->kv_type, w->cache.k, key, c->head_dim);
+    double score = 0;
+    for (int32_t i = 0; i < c->head_dim; i++) score += (double)q[i] * (double)k[i];
+    double p = exp(score / sqrt((double)c->head_dim)); /* scores here are far below the overflow of exp */
+    const float *v = read_row(c->kv_type, w->cache.v, key, c->head_dim);
+    sum += p;
+    for (int32_t i = 0; i < c->head_dim; i++) out[i] += p * (double)v[i];
+  }
+  for (int32_t i = 0; i < c->head_dim; i++) out[i] /= sum;
+}
+
+static void check_attention(const world *w, const char *who, const int32_t *blocks, const float *got) {
+  const op_case *c = &w->c;
+  static double exact[M3_MAX_HEAD_DIM];
+  static float want[M3_MAX_HEAD_DIM];
+  for (int32_t row = 0; row < w->n; row++)
+    for (int32_t head = 0; head < c->n_head; head++) {
+      int32_t kv_head = head / (c->n_head / c->n_head_kv);
+      exact_attention(w, row, head, blocks ? blocks + ((int64_t)row * c->n_head_kv + kv_head) * c->top_k : NULL, exact);
+      for (int32_t i = 0; i < c->head_dim; i++) want[i] = (float)exact[i];
+      CHECK_CLOSE(who, got + ((int64_t)row * c->n_head + head) * c->head_dim, want, c->head_dim, 2e-5);
+    }
+}
+
+/* ---------------------------------------------------------------------------------------------- operations */
+
+static void run_select_and_attend(const engine *e, world *w) {
+  const op_case *c = &w->c;
+  m3_context x = context_of(e, w);
+  int64_t blocks = blocks_of_case(c), lists = (int64_t)w->n * c->n_head_kv;
+  float *scores = keep(w, (size_t)(lists * blocks) * sizeof(float));
+  int32_t *with_scores = keep(w, (size_t)(lists * c->top_k) * sizeof(int32_t));
+  m3_select_params p = {&w->rows, w->cache, with_scores, scores, blocks, blocks};
+  CHECK(e->backend->select(&x, &p), "%s, %s: not finite", c->name, e->kernels->name);
+  p.blocks = w->scratch.blocks;
+  p.scores = NULL;
+  CHECK(e->backend->select(&x, &p), "%s, %s: not finite", c->name, e->kernels->name);
+  CHECK(memcmp(with_scores, w->scratch.blocks, (size_t)(lists * c->top_k) * 4) == 0,
+        "%s: recording scores changed the lists", c->name);
+  for (int32_t row = 0; row < w->n; row++)
+    for (int32_t head = 0; head < c->n_head_kv; head++) {
+      int64_t list = (int64_t)row * c->n_head_kv + head;
+      check_list(w, e->kernels->name, row, head, w->scratch.blocks + list * c->top_k);
+      static double exact[4096];
+      double rounding = exact_scores(w, row, head, exact) * 0x1p-18;
+      for (int64_t b = 0; b < blocks; b++) {
+        bool visible = b * c->block_size <= w->rows.pos[row];
+        float got = scores[list * blocks + b];
+        CHECK(visible ? fabs((double)got - exact[b]) <= rounding : got == -INFINITY,
+              "%s, %s: score of block %lld: %g, exact %g", c->name, e->kernels->name, (long long)b, (double)got,
+              exact[b]);
+      }
+    }
+  int64_t n = (int64_t)w->n * c->n_head * c->head_dim;
+  float *out = keep(w, (size_t)n * sizeof(float));
+  memset(out, 0xff, (size_t)n * sizeof(float)); /* NaN where nothing is written */
+  e->backend->attend(&x, &(m3_attend_params){&w->rows, w->cache, w->scratch.blocks, out});
+  check_attention(w, "sparse attention", w->scratch.blocks, out);
+  memset(out, 0xff, (size_t)n * sizeof(float));
+  e->backend->attend(&x, &(m3_attend_params){&w->rows, w->cache, NULL, out});
+  check_attention(w, "dense attention", NULL, out);
+}
+
+/* What an operation wrote, to be compared with the scalar code's. */
+typedef struct result {
+  const char *what;
+  float *values;
+  int64_t n;
+} result;
+
+static result copy_of(world *w, const char *what, const void *values, int64_t n) {
+  result r = {what, keep(w, (size_t)n * sizeof(float)), n};
+  memcpy(r.values, values, (size_t)n * sizeof(float));
+  return r;
+}
+
+/* Cache rows of the chunk as float32, and whether any other row changed from what it was. */
+static result cache_rows(world *w, const char *what, int32_t type, const void *base, int32_t heads, int64_t dim) {
+  const op_case *c = &w->c;
+  float *out = keep(w, (size_t)((int64_t)w->n * heads * dim) * sizeof(float));
+  for (int32_t row = 0; row < w->n; row++)
+    for (int32_t head = 0; head < heads; head++) {
+      int64_t pos = w->rows.pos[row], page = w->rows.tables[w->rows.seq[row]][pos / c->block_size];
+      int64_t at = (page * heads + head) * c->block_size + pos % c->block_size;
+      m3_traits(type)->to_f32((const char *)base + at * m3_row_bytes(type, dim),
+                              out + ((int64_t)row * heads + head) * dim, dim);
+    }
+  return (result){what, out, (int64_t)w->n * heads * dim};
+}
+
+enum { MAX_RESULTS = 16 };
+
+/* Runs everything but selection and attention on fresh numbers. */
+static int run_rest(const engine *e, world *w, result *r) {
+  const op_case *c = &w->c;
+  const m3_backend *b = e->backend;
+  m3_context x = context_of(e, w);
+  int64_t hidden = (int64_t)w->n * c->n_embd;
+  int n = 0;
+  m3_ffn_params ffn = {&w->layer, w->n, w->hidden};
+  b->prepare(&x, &(m3_prepare_params){&w->layer, &w->rows, w->hidden, w->cache});
+  r[n++] = copy_of(w, "q", w->scratch.q, (int64_t)w->n * c->n_head * c->head_dim);
+  r[n++] = copy_of(w, "index q", w->scratch.index_q, (int64_t)w->n * c->n_head_kv * c->index_dim);
+  r[n++] = cache_rows(w, "cached k", c->kv_type, w->cache.k, c->n_head_kv, c->head_dim);
+  r[n++] = cache_rows(w, "cached v", c->kv_type, w->cache.v, c->n_head_kv, c->head_dim);
+  r[n++] = cache_rows(w, "cached index k", c->index_type, w->cache.index, 1, c->index_dim);
+  b->output(&x, &(m3_output_params){&w->layer.w[M3_ATTN_OUTPUT], w->scratch.attended, w->n, w->hidden});
+  r[n++] = copy_of(w, "output", w->hidden, hidden);
+  b->mlp(&x, &ffn);
+  r[n++] = copy_of(w, "mlp", w->hidden, hidden);
+  CHECK(b->router(&x, &ffn), "%s: router not finite", c->name);
+  r[n++] = copy_of(w, "router weights", w->scratch.weights, (int64_t)w->n * c->n_expert_used);
+  b->experts(&x, &ffn);
+  r[n++] = copy_of(w, "experts", w->hidden, hidden);
+  b->shared(&x, &ffn);
+  r[n++] = copy_of(w, "shared", w->hidden, hidden);
+  CHECK(b->finite(&x, w->hidden, hidden), "%s: hidden not finite", c->name);
+  float *logits = keep(w, (size_t)((int64_t)w->n * c->n_vocab) * sizeof(float));
+  b->head(&x, &(m3_head_params){&w->output_norm, &w->head, w->hidden, w->n, logits});
+  r[n++] = (result){"head", logits, (int64_t)w->n * c->n_vocab};
+  int32_t *ids = keep(w, (size_t)w->n * sizeof *ids);
+  for (int32_t i = 0; i < w->n; i++) ids[i] = (i * 7 + 3) % c->n_vocab;
+  b->embed(&x, &(m3_embed_params){&w->embd, ids, w->n, w->hidden});
+  r[n++] = copy_of(w, "embed", w->hidden, hidden);
+  return n;
+}
+
+/* A cached value may differ by one unit of its type where the float32 results round to different neighbours. */
+static double tolerance(const op_case *c, const result *r) {
+  bool cached = strncmp(r->what, "cached", 6) == 0;
+  int32_t type = strcmp(r->what, "cached index k") == 0 ? c->index_type : c->kv_type;
+  if (cached && type == F16) return 4e-3;
+  if (cached && type == BF16) return 4e-2;
+  return 5e-5;
+}
+
+static void run_case(const op_case *c, const engine *spec, const engine *e) {
+  world *want = new_world(c, spec->backend, spec->threads), *got = new_world(c, e->backend, e->threads);
+  result a[MAX_RESULTS], b[MAX_RESULTS];
+  run_select_and_attend(e, got);
+  free_world(got);
+  got = new_world(c, e->backend, e->threads);
+  int n = run_rest(spec, want, a), m = run_rest(e, got, b);
+  CHECK(n == m, "results");
+  for (int i = 0; i < n; i++) {
+    char what[160];
+    snprintf(what, sizeof what, "%s, %s with %d threads: %s", c->name, e->kernels->name, e->threads, a[i].what);
+    CHECK_CLOSE(what, b[i].values, a[i].values, a[i].n, tolerance(c, &a[i]));
+  }
+  CHECK(memcmp(want->scratch.experts, got->scratch.experts, (size_t)(want->n * c->n_expert_used) * 4) == 0,
+        "%s, %s: other experts chosen", c->name, e->kernels->name);
+  free_world(want);
+  free_world(got);
+}
+
+/* ---------------------------------------------------------------------------------------------- edges */
+
+/* Equal scores across the cut: the lower ids win, on every path. Twenty blocks, all keys equal. */
+static void check_ties(const engine *e) {
+  op_case c = {"ties",           ODD_HEADS,   SMALL_FFN,     .top_k = 6, .local_blocks = 1,
+               .n_sequences = 1, .n_rows = 3, .context = 320};
+  for (int rows = 1; rows <= 3; rows += 2) {
+    c.n_rows = rows;
+    world *w = new_world(&c, e->backend, e->threads);
+    float key[24];
+    for (int i = 0; i < 24; i++) key[i] = 0.25f * (float)(i % 5);
+    for (int64_t i = 0; i < (int64_t)w->n_pages * c.block_size; i++) store_row(F32, w->cache.index, i, key, 24);
+    m3_context x = context_of(e, w);
+    m3_select_params p = {.rows = &w->rows, .cache = w->cache, .blocks = w->scratch.blocks, .max_blocks = 20};
+    CHECK(e->backend->select(&x, &p), "ties: not finite");
+    static const int32_t want[] = {0, 1, 2, 3, 4, 19};
+    for (int32_t list = 0; list < w->n * c.n_head_kv; list++)
+      CHECK(memcmp(w->scratch.blocks + list * c.top_k, want, sizeof want) == 0, "ties, %s: list %d is %d %d %d ...",
+            e->kernels->name, list, w->scratch.blocks[list * c.top_k], w->scratch.blocks[list * c.top_k + 1],
+            w->scratch.blocks[list * c.top_k + 2]);
+    free_world(w);
+  }
+}
+
+/* NaN and infinity that matter are reported, wherever they come from. */
+static void check_not_finite(const engine *e) {
+  op_case c = {"not finite",      ODD_HEADS,        SMALL_FFN,   .top_k = 3,
+               .local_blocks = 1, .n_sequences = 1, .n_rows = 2, .context = 200};
+  static const float bad[] = {NAN, INFINITY, -INFINITY};
+  for (int i = 0; i < 3; i++) {
+    world *w = new_world(&c, e->backend, e->threads);
+    m3_context x = context_of(e, w);
+    float key[24] = {0};
+    key[23] = bad[i];
+    store_row(F32, w->cache.index, (int64_t)w->rows.tables[0][2] * c.block_size + 5, key, 24);
+    m3_select_params p = {.rows = &w->rows, .cache = w->cache, .blocks = w->scratch.blocks, .max_blocks = 13};
+    CHECK(!e->backend->select(&x, &p), "%s: a key with %g was accepted", e->kernels->name, (double)bad[i]);
+    m3_ffn_params ffn = {&w->layer, w->n, w->hidden};
+    float *router = (float *)(uintptr_t)w->layer.w[M3_ROUTER].data;
+    router[7] = bad[i];
+    CHECK(!e->backend->router(&x, &ffn), "%s: a router with %g was accepted", e->kernels->name, (double)bad[i]);
+    w->hidden[11] = bad[i];
+    CHECK(!e->backend->finite(&x, w->hidden, (int64_t)w->n * c.n_embd), "%s: %g is not finite", e->kernels->name,
+          (double)bad[i]);
+    float *gate = (float *)(uintptr_t)w->layer.w[M3_FFN_GATE].data;
+    gate[3] = NAN; /* must come through the clamps of SwiGLU */
+    w->hidden[11] = 1;
+    e->backend->mlp(&x, &ffn);
+    CHECK(!e->backend->finite(&x, w->hidden, (int64_t)w->n * c.n_embd), "%s: NaN was lost in the MLP",
+          e->kernels->name);
+    free_world(w);
+  }
+}
+
+/* Results must not depend on which rows share a chunk: a row alone gives the same bits as among others. */
+static void check_row_independence(const engine *e) {
+  op_case many = {"many rows",      ODD_HEADS,   SMALL_FFN,      .top_k = 3,       .local_blocks = 1,
+                  .n_sequences = 1, .n_rows = 9, .context = 150, .weight_type = Q8};
+  world *w = new_world(&many, e->backend, e->threads);
+  float *start = keep(w, (size_t)(w->n * many.n_embd) * sizeof(float));
+  memcpy(start, w->hidden, (size_t)(w->n * many.n_embd) * sizeof(float));
+  m3_context x = context_of(e, w);
+  m3_ffn_params ffn = {&w->layer, w->n, w->hidden};
+  e->backend->mlp(&x, &ffn);
+  e->backend->router(&x, &ffn);
+  e->backend->experts(&x, &ffn);
+  e->backend->shared(&x, &ffn);
+  float *all = keep(w, (size_t)(w->n * many.n_embd) * sizeof(float));
+  memcpy(all, w->hidden, (size_t)(w->n * many.n_embd) * sizeof(float));
+  for (int32_t row = 0; row < w->n; row++) {
+    m3_ffn_params one = {&w->layer, 1, w->hidden};
+    memcpy(w->hidden, start + row * many.n_embd, (size_t)many.n_embd * sizeof(float));
+    e->backend->mlp(&x, &one);
+    e->backend->router(&x, &one);
+    e->backend->experts(&x, &one);
+    e->backend->shared(&x, &one);
+    CHECK(memcmp(w->hidden, all + row * many.n_embd, (size_t)many.n_embd * sizeof(float)) == 0,
+          "%s: row %d depends on its neighbours", e->kernels->name, row);
+  }
+  free_world(w);
+}
+
+int main(void) {
+  const engine spec = {&m3_cpu_backend, &m3_kernels_scalar, 1};
+  static const m3_isa isas[] = {M3_ISA_SCALAR, M3_ISA_AVX2, M3_ISA_AVX512, M3_ISA_NEON};
+  for (size_t i = 0; i < sizeof isas / sizeof *isas; i++) {
+    m3_isa isa;
+    m3_error err;
+    if (m3_choose_isa((int32_t)isas[i], &isa, &err)) {
+      printf("not run here: %s\n", err.message);
+      continue;
+    }
+    for (int32_t threads = 1; threads <= 3; threads += 2) {
+      engine e = {&m3_cpu_backend, m3_kernels_for(isa), threads};
+      printf("cpu, %s, %d threads\n", e.kernels->name, (int)threads);
+      for (size_t k = 0; k < sizeof cases / sizeof *cases; k++) run_case(&cases[k], &spec, &e);
+      check_ties(&e);
+      check_not_finite(&e);
+      check_row_independence(&e);
+    }
+  }
+  return finish("test_ops");
+}
