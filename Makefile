@@ -1,9 +1,10 @@
-# m3-gguf. `make demo` and `make test` are all that a new machine needs.
+# m3-gguf. `make demo` and `make test` are all that a new machine needs. `make V=1` shows the compiler's command lines.
 PYTHON ?= python3
 CC ?= cc
 VENV := .venv
 LIB := runtime/m3_runtime/lib
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+Q := $(if $(V),,@)
 
 WARNINGS := -Wall -Wextra -Wpedantic -Wshadow -Wvla -Wstrict-prototypes -Wmissing-prototypes -Wno-overlength-strings -Werror
 # No contraction: what is fused is said in the source. No -march: kernels are chosen when the library runs.
@@ -15,6 +16,8 @@ SOURCES := $(wildcard native/src/*.c) $(wildcard native/src/cpu/*.c)
 HEADERS := $(wildcard native/include/*.h) $(wildcard native/src/*.h) $(wildcard native/src/cpu/*.h)
 OBJECTS := $(SOURCES:native/src/%.c=build/release/%.o)
 ASAN_OBJECTS := $(SOURCES:native/src/%.c=build/asan/%.o)
+C_TESTS := $(patsubst tests/native/%.c,%,$(wildcard tests/native/test_*.c))
+C_TEST_HEADERS := $(wildcard tests/native/*.h)
 
 ifeq ($(shell uname -m),x86_64)
 %/cpu/kernels_avx2.o: ISA := -mavx2 -mfma -mf16c
@@ -22,54 +25,70 @@ ifeq ($(shell uname -m),x86_64)
 endif
 %/version.o: ISA := -DM3_VERSION_STRING='"$(VERSION)"'
 
-.PHONY: all native
+.PHONY: all native install demo test check-native test-aarch64 lint format oracle golden clean
+.SECONDARY:
 all: native
+
+# ------------------------------------------------------------------------------------------------ engine
 
 native: $(LIB)/libm3.so $(LIB)/m3.h
 
 $(LIB)/libm3.so: $(OBJECTS)
 	@mkdir -p $(@D)
-	$(CC) -shared -fopenmp -o $@.part $^ -lm
-	mv $@.part $@
+	@echo "LD $@"
+	$(Q)$(CC) -shared -fopenmp -o $@.part $^ -lm
+	@mv $@.part $@
 
 $(LIB)/m3.h: native/include/m3.h
 	@mkdir -p $(@D)
-	cp $< $@
+	@cp $< $@
 
 build/release/%.o: native/src/%.c $(HEADERS) Makefile pyproject.toml
 	@mkdir -p $(@D)
-	$(CC) $(BASE) $(CFLAGS) $(ISA) -c -o $@ $<
+	@echo "CC $<"
+	$(Q)$(CC) $(BASE) $(CFLAGS) $(ISA) -c -o $@ $<
 
 build/asan/%.o: native/src/%.c $(HEADERS) Makefile pyproject.toml
 	@mkdir -p $(@D)
-	$(CC) $(BASE) $(SANITIZE) $(ISA) -c -o $@ $<
+	@echo "CC $< (sanitizers)"
+	$(Q)$(CC) $(BASE) $(SANITIZE) $(ISA) -c -o $@ $<
 
-# ------------------------------------------------------------------------------------------------ Python
+# ------------------------------------------------------------------------------------------------ installation
 
 # One stamp for everything installed: the project itself (editable) and the tools of tests and lint.
 STAMP := $(VENV)/.installed
 PY := $(VENV)/bin/python
 
-$(STAMP): pyproject.toml setup.py | native
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "m3-gguf needs Python 3.11 or later; set PYTHON=" >&2; exit 1; }
-	@$(PYTHON) -m venv $(VENV) || { echo "no virtual environment: on Debian and Ubuntu install python3-venv" >&2; exit 1; }
+$(STAMP): pyproject.toml setup.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "m3-gguf needs Python 3.11 or later, this is $$($(PYTHON) --version); set PYTHON=" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || \
+	  { echo "no virtual environment could be made: on Debian and Ubuntu install python3-venv" >&2; exit 1; }
 	$(PY) -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $@
 
-.PHONY: install test lint format demo oracle golden check-native clean
 install: native $(STAMP)
+
+# A small checkpoint with random weights, converted, checked and asked. Its answers are noise.
+demo: install
+	@mkdir -p demo
+	$(PY) tests/make_checkpoint.py demo/m3-small
+	$(VENV)/bin/m3-convert demo/m3-small demo/m3-small-q8_0.gguf --type q8_0
+	$(VENV)/bin/m3-check-selection demo/m3-small demo/m3-small-q8_0.gguf --context 2048
+	$(VENV)/bin/m3-run demo/m3-small-q8_0.gguf -p "Which blocks did you read?" -n 32
+	@echo "to chat: $(VENV)/bin/m3-run demo/m3-small-q8_0.gguf"
 
 # ------------------------------------------------------------------------------------------------ checks
 
-C_TESTS := $(patsubst tests/native/%.c,%,$(wildcard tests/native/test_*.c))
-
-build/release/tests/%: tests/native/%.c $(wildcard tests/native/*.h) $(OBJECTS)
+build/release/tests/%: tests/native/%.c $(C_TEST_HEADERS) $(OBJECTS)
 	@mkdir -p $(@D)
-	$(CC) $(BASE) $(CFLAGS) -Itests/native -o $@ $< $(OBJECTS) -lm
+	@echo "LD $@"
+	$(Q)$(CC) $(BASE) $(CFLAGS) -Itests/native -o $@ $< $(OBJECTS) -lm
 
-build/asan/tests/%: tests/native/%.c $(wildcard tests/native/*.h) $(ASAN_OBJECTS)
+build/asan/tests/%: tests/native/%.c $(C_TEST_HEADERS) $(ASAN_OBJECTS)
 	@mkdir -p $(@D)
-	$(CC) $(BASE) $(SANITIZE) -Itests/native -o $@ $< $(ASAN_OBJECTS) -lm
+	@echo "LD $@"
+	$(Q)$(CC) $(BASE) $(SANITIZE) -Itests/native -o $@ $< $(ASAN_OBJECTS) -lm
 
 # The C tests, plain and under AddressSanitizer and UndefinedBehaviorSanitizer.
 check-native: $(C_TESTS:%=build/release/tests/%) $(C_TESTS:%=build/asan/tests/%)
@@ -78,21 +97,43 @@ check-native: $(C_TESTS:%=build/release/tests/%) $(C_TESTS:%=build/asan/tests/%)
 test: install check-native
 	$(VENV)/bin/pytest
 
+# The same C tests on AArch64 (NEON) by emulation: Debian packages gcc-aarch64-linux-gnu and qemu-user.
+test-aarch64: $(C_TESTS:%=build/aarch64/%)
+	@for t in $^; do echo "== $$t"; qemu-aarch64 $$t || exit 1; done
+
+build/aarch64/%: tests/native/%.c $(C_TEST_HEADERS) $(SOURCES) $(HEADERS)
+	@mkdir -p $(@D)
+	aarch64-linux-gnu-gcc -static $(BASE) -O2 -DM3_VERSION_STRING='"$(VERSION)"' -Itests/native -o $@ $< $(SOURCES) -lm
+
 lint: install
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	$(VENV)/bin/clang-format --dry-run --Werror $(SOURCES) $(HEADERS) $(wildcard tests/native/*.c tests/native/*.h)
+	$(VENV)/bin/clang-format --dry-run --Werror $(SOURCES) $(HEADERS) $(wildcard tests/native/*.c) $(C_TEST_HEADERS)
 
 format: install
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/ruff check --fix .
-	$(VENV)/bin/clang-format -i $(SOURCES) $(HEADERS) $(wildcard tests/native/*.c tests/native/*.h)
+	$(VENV)/bin/clang-format -i $(SOURCES) $(HEADERS) $(wildcard tests/native/*.c) $(C_TEST_HEADERS)
 
-# The engine and the converter against stored runs of transformers that lie outside the repository.
+# ------------------------------------------------------------------------------------------------ references
+
+# An environment of its own for what only checks against transformers need.
+REFERENCE := build/reference/.installed
+$(REFERENCE):
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --disable-pip-version-check \
+	  torch==2.13.0 transformers==5.24.0 gguf safetensors tokenizers numpy
+	@touch $@
+
+# The engine and the converter against stored runs of transformers that lie outside the repository, in $(SHARED)/oracle.
 SHARED ?= ../shared
-oracle: install
-	tests/oracle.sh $(SHARED) $(VENV)
+oracle: install $(REFERENCE)
+	tests/oracle.sh $(SHARED)/oracle $(VENV)/bin build/reference/bin
+
+# Makes the golden vectors of tests/golden again.
+golden: $(REFERENCE)
+	build/reference/bin/python tests/golden/make_golden.py
 
 clean:
 	rm -rf build demo $(LIB)/libm3.so $(LIB)/m3.h

@@ -291,12 +291,12 @@ typedef struct m3_session_options {
 } m3_session_options;
 
 /* Bytes that a session takes. Address space is reserved when the session opens; cache pages cost memory when
- * first written. */
+ * first written. What an eval records comes on top: n_tokens * n_index_head * 4 * (top_k for blocks, and the number of
+ * blocks for scores) in each sparse layer. */
 typedef struct m3_memory {
   uint64_t kv_bytes;
   uint64_t index_bytes;
   uint64_t scratch_bytes; /* grows with the chunk, not with chunk * context */
-  uint64_t record_bytes;  /* for the last eval, when recording */
 } m3_memory;
 
 /* What m3_session_open would take. */

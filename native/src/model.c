@@ -498,12 +498,12 @@ static m3_status check_weight(const m3_model *m, const m3_weight *w, m3_error *e
                  name.data);
 }
 
-m3_status m3_check_bound(const m3_model *m, int32_t first, int32_t count, m3_error *err) {
+m3_status m3_check_bound(const m3_model *m, int32_t first, int32_t count, bool logits, m3_error *err) {
   m3_status status = first == 0 ? check_weight(m, &m->outer[M3_TOKEN_EMBD], err) : M3_OK;
   for (int32_t l = first; l < first + count && !status; l++)
     for (int r = 0; r < M3_LAYER_ROLES && !status; r++) status = check_weight(m, &m->layers[l].w[r], err);
-  if (!status && first + count == m->hparams.n_layer) status = check_weight(m, &m->outer[M3_OUTPUT_NORM], err);
-  if (!status && first + count == m->hparams.n_layer) status = check_weight(m, &m->outer[M3_OUTPUT_HEAD], err);
+  if (!status && logits) status = check_weight(m, &m->outer[M3_OUTPUT_NORM], err);
+  if (!status && logits) status = check_weight(m, &m->outer[M3_OUTPUT_HEAD], err);
   return status;
 }
 

@@ -61,7 +61,7 @@ struct m3_model {
 m3_status m3_read_hparams(const m3_gguf *gguf, m3_hparams *out, m3_error *err);
 
 /* M3_ERROR_UNBOUND with the name of the first tensor without data that layers [first, first + count) need; the
- * embeddings count to layer 0, output norm and head to the last layer. */
-m3_status m3_check_bound(const m3_model *model, int32_t first, int32_t count, m3_error *err);
+ * embeddings count to layer 0; output norm and head are needed for logits. */
+m3_status m3_check_bound(const m3_model *model, int32_t first, int32_t count, bool logits, m3_error *err);
 
 #endif

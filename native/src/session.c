@@ -262,7 +262,9 @@ static m3_status check_batch(const m3_session *s, const m3_batch *b, m3_error *e
   m3_status status = check_spans(s, b, err);
   if (!status) status = check_input(s, b, err);
   if (!status) status = check_output(s, b, err);
-  if (!status) status = m3_check_bound(s->model, s->options.layer_first, s->options.layer_count, err);
+  if (!status)
+    status =
+        m3_check_bound(s->model, s->options.layer_first, s->options.layer_count, b->output != M3_OUTPUT_HIDDEN, err);
   return status;
 }
 

@@ -90,11 +90,10 @@ class Memory:
     kv_bytes: int
     index_bytes: int
     scratch_bytes: int
-    record_bytes: int
 
     @property
     def total(self) -> int:
-        return self.kv_bytes + self.index_bytes + self.scratch_bytes + self.record_bytes
+        return self.kv_bytes + self.index_bytes + self.scratch_bytes
 
 
 class SessionOptions(TypedDict, total=False):
@@ -222,7 +221,7 @@ class Model:
         """What a session with these options would take."""
         out = ffi.new("m3_memory *")
         call(lib.m3_session_memory, self._open_pointer(), _session_options(options), out)
-        return Memory(out.kv_bytes, out.index_bytes, out.scratch_bytes, out.record_bytes)
+        return Memory(out.kv_bytes, out.index_bytes, out.scratch_bytes)
 
     def session(self, **options: Unpack[SessionOptions]) -> "Session":
         """Opens a session with empty sequences; MachineError if the memory is not there."""

@@ -366,8 +366,8 @@ static void check_cancel(const int32_t *ids, const run *want) {
   if (pthread_create(&thread, NULL, cancel_when_running, s)) abort();
   m3_status status = m3_session_eval(s, &b, &err);
   pthread_join(thread, NULL);
-  CHECK(status == M3_ERROR_CANCELLED && m3_session_length(s, 0) == 0 && pages_used(s) == 0, "status %d: %s", (int)status,
-        err.message);
+  CHECK(status == M3_ERROR_CANCELLED && m3_session_length(s, 0) == 0 && pages_used(s) == 0, "status %d: %s",
+        (int)status, err.message);
   free(many);
   free(out);
   static run got;

@@ -62,7 +62,7 @@ void m3_cpu_prepare(const m3_context *c, const m3_prepare_params *p) {
   m3_scratch *s = c->scratch;
   const m3_weight *w = p->layer->w;
   int32_t n = p->rows->n;
-#pragma omp parallel for num_threads(s->n_threads) schedule(static)
+#pragma omp parallel for num_threads(m3_threads_for(c, (int64_t)n * h->n_embd)) schedule(static)
   for (int32_t r = 0; r < n; r++)
     m3_rms_norm(c, p->hidden + (int64_t)r * h->n_embd, m3_vector(&w[M3_ATTN_NORM]), h->n_embd,
                 s->normed + (int64_t)r * h->n_embd);
@@ -73,7 +73,7 @@ void m3_cpu_prepare(const m3_context *c, const m3_prepare_params *p) {
     project(c, &w[M3_INDEX_Q], n, s->index_q);
     project(c, &w[M3_INDEX_K], n, s->index_k);
   }
-#pragma omp parallel for num_threads(s->n_threads) schedule(static)
+#pragma omp parallel for num_threads(m3_threads_for(c, (int64_t)n * h->n_head * h->head_dim)) schedule(static)
   for (int32_t r = 0; r < n; r++) finish_row(c, p, r);
 }
 
@@ -163,7 +163,9 @@ void m3_cpu_attend(const m3_context *c, const m3_attend_params *p) {
   const m3_hparams *h = c->hparams;
   m3_scratch *s = c->scratch;
   int64_t group = h->n_head / h->n_head_kv;
-#pragma omp parallel num_threads(s->n_threads)
+  int64_t blocks = p->blocks ? h->top_k : p->rows->pos[p->rows->n - 1] / h->block_size + 1;
+  int64_t work = p->rows->n * h->n_head * h->head_dim * blocks * h->block_size;
+#pragma omp parallel num_threads(m3_threads_for(c, work))
   {
     attend_buffer b;
     b.converted = s->thread + m3_thread_index() * s->thread_floats;

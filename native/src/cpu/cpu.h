@@ -11,6 +11,12 @@
 /* Which of the scratch's per-thread buffers belongs to the calling thread. */
 static inline int64_t m3_thread_index(void) { return omp_get_thread_num(); }
 
+/* Threads for a piece of work of so many multiply-adds (or the like): one below the size at which waking the others
+ * costs more than it saves. */
+static inline int32_t m3_threads_for(const m3_context *c, int64_t work) {
+  return work < 65536 ? 1 : c->scratch->n_threads;
+}
+
 /* Output rows of a weight that are converted to float32 together. */
 #define M3_MATMUL_TILE 16
 

@@ -31,7 +31,7 @@ void m3_matmul(const m3_context *c, const m3_matmul_params *p) {
   int64_t n_out = p->weight->tensor->ne[1];
   int64_t tiles = (n_out + M3_MATMUL_TILE - 1) / M3_MATMUL_TILE;
   m3_scratch *s = c->scratch;
-#pragma omp parallel num_threads(s->n_threads)
+#pragma omp parallel num_threads(m3_threads_for(c, n_out * p->weight->tensor->ne[0] * p->n))
   {
     float *tile = s->thread + m3_thread_index() * s->thread_floats;
 #pragma omp for schedule(static)

@@ -55,7 +55,7 @@ static void gated_mlp(const m3_context *c, const gated *m) {
   int64_t width = m->w_gate->tensor->ne[1], n_embd = c->hparams->n_embd;
   m3_matmul(c, &(m3_matmul_params){m->w_gate, m->expert, m->x, m->n, m->gate, width, false});
   m3_matmul(c, &(m3_matmul_params){m->w_up, m->expert, m->x, m->n, m->up, width, false});
-#pragma omp parallel for num_threads(c->scratch->n_threads) schedule(static)
+#pragma omp parallel for num_threads(m3_threads_for(c, 16 * m->n * width)) schedule(static)
   for (int32_t r = 0; r < m->n; r++) swiglu(c->hparams, m->gate + r * width, m->up + r * width, width);
   m3_matmul(c, &(m3_matmul_params){m->w_down, m->expert, m->gate, m->n, m->y, n_embd, m->add});
 }
@@ -112,7 +112,8 @@ bool m3_cpu_router(const m3_context *c, const m3_ffn_params *p) {
   m3_scratch *s = c->scratch;
   norm_rows(c, p);
   bool finite = true;
-#pragma omp parallel num_threads(s->n_threads) reduction(&& : finite)
+#pragma omp parallel num_threads(m3_threads_for(c, (int64_t)p->n * c->hparams->n_expert * c->hparams->n_embd)) \
+    reduction(&& : finite)
   {
     float *work = s->thread + m3_thread_index() * s->thread_floats;
 #pragma omp for schedule(static)
@@ -144,7 +145,7 @@ void m3_cpu_experts(const m3_context *c, const m3_ffn_params *p) {
   int64_t used = h->n_expert_used, pairs = p->n * used, n_embd = h->n_embd;
   int32_t *start = s->grouping, *place = start + h->n_expert + 1;
   group_by_expert(h, s->experts, pairs, start, place);
-#pragma omp parallel for num_threads(s->n_threads) schedule(static)
+#pragma omp parallel for num_threads(m3_threads_for(c, pairs *n_embd)) schedule(static)
   for (int64_t i = 0; i < pairs; i++)
     memcpy(s->expert_in + place[i] * n_embd, s->normed + i / used * n_embd, (size_t)n_embd * sizeof(float));
   for (int32_t e = 0; e < h->n_expert; e++) {
@@ -155,7 +156,7 @@ void m3_cpu_experts(const m3_context *c, const m3_ffn_params *p) {
                           s->gate + first * h->n_ff_expert, s->up + first * h->n_ff_expert,
                           s->expert_out + first * n_embd, false});
   }
-#pragma omp parallel for num_threads(s->n_threads) schedule(static)
+#pragma omp parallel for num_threads(m3_threads_for(c, pairs *n_embd)) schedule(static)
   for (int32_t r = 0; r < p->n; r++) {
     float *sum = s->expert_in + (int64_t)r * n_embd; /* its rows are used up */
     memset(sum, 0, (size_t)n_embd * sizeof(float));
@@ -176,7 +177,7 @@ void m3_cpu_head(const m3_context *c, const m3_head_params *p) {
 
 bool m3_cpu_finite(const m3_context *c, const float *x, int64_t n) {
   int64_t bad = 0;
-#pragma omp parallel for num_threads(c->scratch->n_threads) schedule(static) reduction(+ : bad)
+#pragma omp parallel for num_threads(m3_threads_for(c, n)) schedule(static) reduction(+ : bad)
   for (int64_t i = 0; i < n; i++) bad += !(fabsf(x[i]) <= FLT_MAX);
   return bad == 0;
 }

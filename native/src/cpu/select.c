@@ -99,7 +99,8 @@ static bool select_one(const m3_context *c, const m3_select_params *p) {
   float *scores = s->thread; /* thread 0's; the other threads only use the part for converted keys of their own */
   int64_t converted_at = h->n_index_head * p->max_blocks + h->top_k;
   bool finite = true;
-#pragma omp parallel num_threads(s->n_threads) reduction(&& : finite)
+#pragma omp parallel num_threads(m3_threads_for(c, n_blocks * h->block_size * h->index_dim * h->n_index_head)) \
+    reduction(&& : finite)
   {
     float *converted = s->thread + m3_thread_index() * s->thread_floats + converted_at;
 #pragma omp for schedule(static)
