@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from checkpoint_tensors import Order, make_tensors, write_json, write_shards
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from checkpoint_tensors import Order, make_tensors, write_json, write_shards
 
 HERE = Path(__file__).resolve().parent
 TEXT = HERE.parent / "convert" / "m3_convert" / "text.txt"

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoint_tensors import TEXT_PREFIX, Tensor, make_tensors, mxfp8_dequantize, mxfp8_quantize, write_safetensors
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from make_checkpoint import SPECIAL_TOKENS, TEXT, VISIBLE_TOKENS, CheckpointSpec, make_checkpoint
 from safetensors import safe_open
 from tokenizers import Tokenizer
+
+from checkpoint_tensors import TEXT_PREFIX, Tensor, make_tensors, mxfp8_dequantize, mxfp8_quantize, write_safetensors
+from make_checkpoint import SPECIAL_TOKENS, TEXT, VISIBLE_TOKENS, CheckpointSpec, make_checkpoint
 
 HERE = Path(__file__).resolve().parent
 SHARED = Path(os.environ.get("M3_SHARED", HERE.parents[1] / "shared"))

@@ -4,6 +4,7 @@ exceptions.
 Library and header lie side by side in `lib/`, put there by the build, so they always belong together.
 """
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -35,6 +36,10 @@ def _load() -> tuple[FFI, Any]:
     for path in (header, library):
         if not path.is_file():
             raise MachineError(f"{path} is missing: the engine is not built; run `make native`")
+    # OpenMP threads that wait for the others spin for milliseconds by default. Where another program wants the same
+    # cores, that starves the very thread they wait for (20 times slower was seen); a few microseconds keep what
+    # spinning gains on an idle machine. Read by libgomp when it is loaded; a value that the user set stays.
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     loaded = FFI()
     loaded.cdef(_declarations(header.read_text(encoding="utf-8")))
     try:

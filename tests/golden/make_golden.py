@@ -32,10 +32,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import torch
 import transformers
-from golden.cases import CASES, MIN_BLOCK_GAP, MIN_EXPERT_GAP, GoldenCase, shard_hashes
-from make_checkpoint import TEXT, make_checkpoint
 from tokenizers import Tokenizer
 from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl as m3
+
+from golden.cases import CASES, MIN_BLOCK_GAP, MIN_EXPERT_GAP, GoldenCase, shard_hashes
+from make_checkpoint import TEXT, make_checkpoint
 
 VERSIONS = {"torch": "2.13.0", "transformers": "5.24.0"}
 

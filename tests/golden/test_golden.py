@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from golden.cases import CASES, MIN_BLOCK_GAP, MIN_EXPERT_GAP, GoldenCase, shard_hashes
 from m3_convert import cli as convert_cli
 from m3_runtime import InputError, Model, command

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from make_checkpoint import SPECIAL_TOKENS, TOP_IDS, VISIBLE_TOKENS
 from tokenizers import pre_tokenizers
+
+from make_checkpoint import SPECIAL_TOKENS, TOP_IDS, VISIBLE_TOKENS
 
 U8, I8, U16, I16, U32, I32, F32, BOOL, STRING, ARRAY, U64, I64, F64 = range(13)
 _FORMATS = {U8: "B", I8: "b", U16: "H", I16: "h", U32: "I", I32: "i", F32: "f", BOOL: "?", U64: "Q", I64: "q", F64: "d"}

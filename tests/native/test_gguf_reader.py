@@ -14,12 +14,12 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+
 from m3_runtime import cli, command
 from m3_runtime.engine import GGUF, Model
 from m3_runtime.errors import ExitCode, InputError, NotFiniteError
-from native.hostile import Key, file_cases, model_cases, model_file, small_file
-
 from native import hostile
+from native.hostile import Key, file_cases, model_cases, model_file, small_file
 
 FILE_CASES = file_cases()
 MODEL_CASES = model_cases()

@@ -3,6 +3,7 @@
 import gguf
 import numpy as np
 import pytest
+
 from m3_runtime.errors import InputError, NotFiniteError
 from m3_runtime.quantize import TensorType, dequantize_rows, quantize_rows
 

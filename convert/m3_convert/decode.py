@@ -1,0 +1,149 @@
+"""Reading of source tensors, row by row, and their values as float32.
+
+MXFP8 is that of the OCP Microscaling specification 1.0: an E4M3 code (bias 7, no infinity, 0x7f and 0xff are NaN) times
+2^(byte - 127), one E8M0 byte (255 is NaN) for 32 columns. Although the tensor is called `_scale_inv`, it multiplies.
+"""
+
+import os
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from m3_convert.checkpoint import SourceTensor
+from m3_convert.tensor_map import SCALE_BLOCK, SourceMatrix
+from m3_runtime.errors import InputError
+
+Bytes = npt.NDArray[np.uint8]
+Values = npt.NDArray[np.float32]
+
+# Integer of the same width, and the bits from which a float with its sign cleared is infinite or NaN.
+_INFINITE: Final = {"BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00), "F32": ("<u4", 0x7F800000)}
+
+
+def _e4m3_values() -> Values:
+    codes = np.arange(256)
+    exponent, mantissa = (codes >> 3) & 15, codes & 7
+    magnitude = np.where(exponent > 0, np.ldexp(8.0 + mantissa, exponent - 10), np.ldexp(1.0 * mantissa, -9))
+    magnitude[[0x7F, 0xFF]] = np.nan
+    values: Values = np.where(codes & 0x80, -magnitude, magnitude).astype(np.float32)
+    return values
+
+
+def _e8m0_values() -> Values:
+    values = np.ldexp(1.0, np.arange(256) - 127)
+    values[255] = np.nan
+    return values.astype(np.float32)
+
+
+E4M3_VALUES: Final = _e4m3_values()  #: float32 [256], by code
+E8M0_VALUES: Final = _e8m0_values()  #: float32 [256], by byte
+
+
+class SourceReader:
+    """Reads byte ranges of shards, from any thread. A context manager: it keeps each shard open until it is left."""
+
+    def __init__(self) -> None:
+        self._files: dict[Path, int] = {}
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the shards."""
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+    def read(self, tensor: SourceTensor, start: int, out: Bytes) -> None:
+        """Fills `out` with the bytes of a tensor from byte `start` of it. Raises InputError if they are not there.
+
+        pread into memory of the caller and not a mapping, so that what was read does not count as memory in use; the
+        page cache is told to drop it, since nothing is read twice.
+        """
+        view = out.reshape(-1).data
+        position = tensor.offset + start
+        try:
+            file = self._open(tensor.shard)
+            while view:
+                n = os.preadv(file, [view], position)
+                if n == 0:
+                    raise InputError(f"{tensor.shard}: ends at byte {position}, inside {tensor.name}: it has changed")
+                view = view[n:]
+                position += n
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file, tensor.offset + start, out.size, os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            raise InputError(f"{tensor.shard}: cannot be read: {error.strerror}") from error
+
+    def _open(self, path: Path) -> int:
+        with self._lock:
+            if path not in self._files:
+                self._files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            return self._files[path]
+
+
+def read_raw(reader: SourceReader, matrix: SourceMatrix, first_row: int, n_rows: int) -> Bytes:
+    """Stored bytes of some rows, uint8 [n_rows, bytes of a row]; without the scales."""
+    row = matrix.tensor.n_bytes // matrix.rows
+    raw = np.empty((n_rows, row), np.uint8)
+    reader.read(matrix.tensor, first_row * row, raw)
+    return raw
+
+
+def read_values(reader: SourceReader, matrix: SourceMatrix, first_row: int, n_rows: int) -> Values:
+    """Values of some rows, exact, float32 [n_rows, columns]; may hold NaN and infinity, as the source does."""
+    raw = read_raw(reader, matrix, first_row, n_rows)
+    if matrix.scale is None:
+        return decode(matrix.tensor.dtype, raw)
+    return decode_mxfp8(raw, read_scales(reader, matrix, first_row, n_rows))
+
+
+def read_scales(reader: SourceReader, matrix: SourceMatrix, first_row: int, n_rows: int) -> Bytes:
+    """Scale bytes of some rows of an MXFP8 matrix, uint8 [n_rows, columns / 32]."""
+    if matrix.scale is None:
+        raise ValueError(f"{matrix.tensor.name} has no scales")
+    row = matrix.columns // SCALE_BLOCK
+    scales = np.empty((n_rows, row), np.uint8)
+    reader.read(matrix.scale, first_row * row, scales)
+    return scales
+
+
+def decode(dtype: str, raw: Bytes) -> Values:
+    """Little-endian bytes [n_rows, row bytes] of "BF16", "F16" or "F32" as float32 [n_rows, columns], exact."""
+    if dtype == "F32":
+        return raw.view("<f4").astype(np.float32, copy=False)
+    if dtype == "F16":
+        return raw.view("<f2").astype(np.float32)
+    if dtype == "BF16":
+        bits: npt.NDArray[np.uint32] = np.left_shift(raw.view("<u2"), 16, dtype=np.uint32)
+        return bits.view(np.float32)
+    raise ValueError(f"no decoder for {dtype}")
+
+
+def decode_mxfp8(codes: Bytes, scales: Bytes) -> Values:
+    """E4M3 codes [n_rows, columns] times E8M0 scales [n_rows, columns / 32] as float32 [n_rows, columns], exact.
+
+    NaN for NaN codes and scales, infinity where the product is beyond float32 (scale bytes 246 and up).
+    """
+    values = np.take(E4M3_VALUES, codes)
+    tiles = values.reshape(codes.shape[0], -1, SCALE_BLOCK)
+    with np.errstate(over="ignore", invalid="ignore"):
+        tiles *= E8M0_VALUES[scales][..., None]
+    return values
+
+
+def all_finite(dtype: str, raw: Bytes) -> bool:
+    """False if the bytes hold a NaN or an infinity of "BF16", "F16" or "F32"."""
+    integer, infinite = _INFINITE[dtype]
+    bits = raw.view(integer)
+    sign = 1 << (8 * bits.itemsize - 1)
+    return bool(np.bitwise_and(bits, sign - 1).max(initial=0) < infinite)

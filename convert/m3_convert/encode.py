@@ -1,0 +1,216 @@
+"""The bytes of every planned tensor as they stand in the file, made a few MiB at a time."""
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Final, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from m3_convert.decode import Bytes, SourceReader, Values, all_finite, read_raw, read_scales, read_values
+from m3_convert.plan import PlannedTensor
+from m3_convert.tensor_map import SourceMatrix
+from m3_runtime.errors import InputError, M3Error
+from m3_runtime.quantize import TensorType, quantize_rows, row_bytes
+
+SLAB_ELEMENTS: Final = 1 << 22  #: elements in work at a time, all threads together: 16 MiB as float32
+MAX_THREADS: Final = 32  #: more would make slabs too small to pay
+
+# Weights of a linear layer have magnitudes well below 1. FP8 scales read in the wrong way give values that are off by
+# powers of two, so that no later check of the file could tell.
+MAX_MEAN_MAGNITUDE: Final = 10.0
+
+F16_OVERFLOW: Final = 65520.0  #: from here on float16 rounds to infinity
+
+Bad = Callable[[Values], npt.NDArray[np.bool_]]
+
+
+@dataclass(frozen=True)
+class EncodedMatrix:
+    """One matrix in its final form."""
+
+    expert: int  #: which matrix of a stacked tensor, -1 for a tensor that is not stacked
+    data: Bytes  #: uint8 [rows, bytes of a row]
+
+
+class Encoder:
+    """Makes the bytes of planned tensors from their sources. A context manager: it holds open files and threads.
+
+    threads: that read, decode and quantize, 0 takes all cores; the bytes do not depend on it. Memory in use is bounded
+    by SLAB_ELEMENTS, whatever the size of a tensor.
+    """
+
+    def __init__(self, threads: int = 0) -> None:
+        self._threads = min(threads or len(os.sched_getaffinity(0)), MAX_THREADS)
+        self._reader = SourceReader()
+        self._pool = ThreadPoolExecutor(self._threads)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        self._reader.close()
+
+    def slabs(self, tensor: PlannedTensor) -> Iterator[Bytes]:
+        """The bytes of a tensor in file order, uint8 [rows, bytes of a row], a slab of rows at a time.
+
+        Raises InputError naming tensor, expert, row and count for: NaN or infinity in the source, FP8 values that BF16
+        cannot hold exactly, values that the type cannot hold, FP8 tensors with implausible magnitudes.
+        """
+        for index in range(len(tensor.matrices)):
+            yield from self._matrix_slabs(tensor, index)
+
+    def matrices(self, tensor: PlannedTensor) -> Iterator[EncodedMatrix]:
+        """The matrices of a tensor in file order, each whole in memory: one, or one for each expert.
+
+        Raises InputError as `slabs` does.
+        """
+        for index, matrix in enumerate(tensor.matrices):
+            data = np.empty((matrix.rows, row_bytes(tensor.type, matrix.columns)), np.uint8)
+            row = 0
+            for slab in self._matrix_slabs(tensor, index):
+                data[row : row + len(slab)] = slab
+                row += len(slab)
+            yield EncodedMatrix(index if tensor.stacked else -1, data)
+
+    def _matrix_slabs(self, tensor: PlannedTensor, index: int) -> Iterator[Bytes]:
+        matrix = tensor.matrices[index]
+        step = max(1, SLAB_ELEMENTS // self._threads // matrix.columns)
+        work: deque[Future[_Slab]] = deque()
+        magnitude = 0.0
+        try:
+            for first in range(0, matrix.rows, step):
+                rows = _Rows(tensor.type, matrix, tensor.plus_one, first, min(step, matrix.rows - first))
+                work.append(self._pool.submit(_encode_rows, self._reader, rows))
+                # One slab more than there are threads, so that they have work while this one is written.
+                if len(work) > self._threads:
+                    slab = work.popleft().result()
+                    magnitude += slab.magnitude
+                    yield slab.data
+            while work:
+                slab = work.popleft().result()
+                magnitude += slab.magnitude
+                yield slab.data
+        except _RefusedError as refused:
+            raise self._explain(tensor, index, refused) from None
+        except M3Error as error:
+            raise InputError(f"{_label(tensor, index)}: {error}") from error
+        mean = magnitude / (matrix.rows * matrix.columns)
+        if mean > MAX_MEAN_MAGNITUDE:
+            raise InputError(
+                f"{_label(tensor, index)}: mean magnitude {mean:.4g}, expected at most {MAX_MEAN_MAGNITUDE:g} in FP8 "
+                "weights: the scales are not powers of two stored as exponent + 127"
+            )
+
+    def _explain(self, tensor: PlannedTensor, index: int, refused: "_RefusedError") -> InputError:
+        """Reads the matrix once more from its start, so that the count covers all of it."""
+        matrix = tensor.matrices[index]
+        label = _label(tensor, index)
+        if matrix.scale is not None:
+            bad = read_scales(self._reader, matrix, 0, matrix.rows) == 255
+            if bad.any():
+                n, row = int(np.count_nonzero(bad)), int(bad.any(axis=-1).argmax())
+                return InputError(f"{label}: {n} NaN scales in {matrix.scale.name}, the first in row {row}")
+        count, place = 0, ""
+        step = max(1, SLAB_ELEMENTS // matrix.columns)
+        for first in range(0, matrix.rows, step):
+            mask = refused.bad(read_values(self._reader, matrix, first, min(step, matrix.rows - first)))
+            n = int(np.count_nonzero(mask))
+            if n and not count:
+                row, column = divmod(int(mask.argmax()), matrix.columns)
+                place = f"row {first + row}, column {column}"
+            count += n
+        return InputError(f"{label}: {count} {refused.what}, the first in {place}{refused.advice}")
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows of a matrix to be encoded."""
+
+    type: TensorType
+    matrix: SourceMatrix
+    plus_one: bool
+    first: int
+    n: int
+
+
+@dataclass(frozen=True)
+class _Slab:
+    data: Bytes
+    magnitude: float  #: sum of absolute values of an FP8 source, else 0
+
+
+class _RefusedError(Exception):
+    """Some values cannot be converted. `bad` marks them in decoded rows; `what` and `advice` go into the message."""
+
+    def __init__(self, what: str, bad: Bad, advice: str = "") -> None:
+        super().__init__(what)
+        self.what, self.bad, self.advice = what, bad, advice
+
+
+def _label(tensor: PlannedTensor, index: int) -> str:
+    expert = f", expert {index}" if tensor.stacked else ""
+    return f"{tensor.name}{expert} ({tensor.matrices[index].tensor.name})"
+
+
+def _not_finite() -> _RefusedError:
+    return _RefusedError("values are NaN or infinite", lambda v: ~np.isfinite(v))
+
+
+def _encode_rows(reader: SourceReader, rows: _Rows) -> _Slab:
+    dtype = rows.matrix.tensor.dtype
+    if dtype == rows.type.name and not rows.plus_one:
+        raw = read_raw(reader, rows.matrix, rows.first, rows.n)
+        if not all_finite(dtype, raw):
+            raise _not_finite()
+        return _Slab(raw, 0.0)
+    values = read_values(reader, rows.matrix, rows.first, rows.n)
+    if not np.isfinite(values).all():
+        raise _not_finite()
+    magnitude = float(np.abs(values).sum(axis=-1).sum(dtype=np.float64)) if rows.matrix.is_fp8 else 0.0
+    if rows.plus_one:
+        values += np.float32(1)
+    return _Slab(_encode_values(rows, values), magnitude)
+
+
+def _encode_values(rows: _Rows, values: Values) -> Bytes:
+    match rows.type:
+        case TensorType.F32:
+            return values.view(np.uint8)
+        case TensorType.BF16 if rows.matrix.is_fp8:
+            return _exact_bf16(values)
+        case TensorType.F16:
+            _check_overflow("F16", values, np.float32(1))
+        case TensorType.Q8_0:
+            # The scale of a block is a float16: its largest magnitude / 127.
+            _check_overflow("Q8_0", values, np.float32(127))
+    return quantize_rows(rows.type, values, 1)
+
+
+def _exact_bf16(values: Values) -> Bytes:
+    """Four significant bits fit in BF16, but for values below its smallest."""
+    halves = values.view(np.uint16).reshape(*values.shape, 2)
+    if halves[..., 0].any():
+        raise _RefusedError(
+            "FP8 values are too small for BF16 to hold exactly",
+            lambda v: v.view(np.uint32) & np.uint32(0xFFFF) != 0,
+            "; F32 holds them",
+        )
+    high: npt.NDArray[np.uint16] = np.ascontiguousarray(halves[..., 1])
+    return high.view(np.uint8)
+
+
+def _check_overflow(type_name: str, values: Values, divisor: np.float32) -> None:
+    if max(values.max(), -values.min()) / divisor >= F16_OVERFLOW:
+        raise _RefusedError(
+            f"values overflow {type_name}",
+            lambda v: np.abs(v) / divisor >= F16_OVERFLOW,
+            "; BF16 and F32 hold them",
+        )

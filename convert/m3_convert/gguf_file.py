@@ -1,0 +1,54 @@
+"""The header of a GGUF file: everything before the tensor data, encoded by the `gguf` library."""
+
+import io
+
+import numpy as np
+from gguf import GGMLQuantizationType, GGUFWriter
+from gguf.gguf_writer import WriterState
+
+from m3_convert.metadata import ARCHITECTURE, Metadata
+from m3_convert.plan import Plan, aligned
+from m3_runtime.engine import Model
+from m3_runtime.errors import InputError
+
+
+def header_bytes(plan: Plan, metadata: Metadata) -> bytes:
+    """Magic, version, metadata and tensor list, padded to the alignment: the data section starts where the bytes end.
+
+    Raises InputError for a metadata value that GGUF cannot hold.
+    """
+    writer = GGUFWriter(None, ARCHITECTURE)
+    for key, value in metadata.items():
+        if key != "general.architecture":  # the writer's own first key
+            writer.add_key_value(key, value.value, value.type, value.sub_type)
+    for tensor in plan.tensors:
+        type_ = GGMLQuantizationType(int(tensor.type))
+        # Any dtype but uint8, for which the writer would take the shape to be in bytes; raw_dtype is what it stores.
+        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.n_bytes, raw_dtype=type_)
+    buffer = io.BytesIO()
+    # The writer opens files by path; handing it an open one keeps the header in memory, for dry runs too.
+    writer.fout = [io.BufferedWriter(buffer)]
+    writer.state = WriterState.EMPTY
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        writer.flush()
+    except (ValueError, TypeError, AttributeError) as error:
+        raise InputError(f"metadata of {plan.checkpoint.folder} cannot be encoded: {error}") from error
+    header = buffer.getvalue()
+    return header + bytes(aligned(len(header)) - len(header))
+
+
+def check_header(header: bytes, name: str) -> None:
+    """Lets the engine judge the header, so that no file is written that it would refuse to open.
+
+    `name` of the file stands in messages. Raises InputError as opening the file would.
+    """
+    with Model.from_header(header, name, device="cpu"):
+        pass
+
+
+def file_bytes(plan: Plan, header: bytes) -> int:
+    """Size of the whole file."""
+    return len(header) + plan.data_bytes

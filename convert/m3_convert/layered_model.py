@@ -1,0 +1,247 @@
+"""A model whose weights are bound to the engine one layer at a time: a GGUF file or a checkpoint folder.
+
+A folder is evaluated as the file that `m3-convert --type auto` would write from it, without writing it.
+"""
+
+import mmap
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from fnmatch import fnmatchcase
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Protocol, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from m3_convert.checkpoint import load_checkpoint
+from m3_convert.encode import Encoder
+from m3_convert.gguf_file import header_bytes
+from m3_convert.metadata import build_metadata
+from m3_convert.plan import Plan, plan_conversion
+from m3_convert.vocabulary import load_vocabulary
+from m3_runtime.engine import GGUF, Model, Tensor
+from m3_runtime.errors import InputError
+from m3_runtime.quantize import type_name
+
+Kind = Literal["gguf", "checkpoint"]
+
+# What a tensor is for; the first pattern that matches decides.
+TENSOR_GROUPS = (
+    ("index", "blk.*.indexer.*"),
+    ("norms", "*norm.weight"),
+    ("router", "blk.*.ffn_gate_inp.weight"),
+    ("router", "blk.*.exp_probs_b.bias"),
+    ("experts", "blk.*_exps.weight"),
+    ("shared experts", "blk.*_shexp.weight"),
+    ("attention", "blk.*.attn_*.weight"),
+    ("dense mlp", "blk.*.ffn_*.weight"),
+    ("embeddings", "token_embd.weight"),
+    ("head", "output.weight"),
+)
+
+#: Part of a tensor, -1 for all of it or the number of an expert, and its bytes as they stand in a GGUF file.
+Part = tuple[int, Any]
+
+
+def tensor_group(name: str) -> str:
+    """The group of TENSOR_GROUPS that a tensor belongs to, "other" if none."""
+    return next((group for group, pattern in TENSOR_GROUPS if fnmatchcase(name, pattern)), "other")
+
+
+class Weights(Protocol):
+    """Where the bytes of tensors come from."""
+
+    mapped: bool  #: True if the kernel can take back their memory at any time
+    n_bytes: int  #: of the files they lie in
+
+    def parts(self, tensor: str) -> Iterator[Part]:
+        """The bytes of a tensor, whole or expert by expert."""
+        ...
+
+    def release(self, tensors: Sequence[str]) -> None:
+        """Called when the engine has let go of these tensors."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class MappedWeights:
+    """Tensors of a GGUF file, mapped read-only; only the pages of bound layers stay in the memory of the process."""
+
+    mapped = True
+
+    def __init__(self, path: Path, tensors: Sequence[Tensor]) -> None:
+        self._ranges = {t.name: (t.offset, t.n_bytes) for t in tensors}
+        try:
+            with path.open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        except OSError as error:
+            raise InputError(f"{path}: cannot be mapped: {error.strerror}") from error
+        self.n_bytes = len(self._map)
+
+    def parts(self, tensor: str) -> Iterator[Part]:
+        offset, n_bytes = self._ranges[tensor]
+        # Page faults read in small pieces; on a cold disk one large request is many times as fast.
+        self._advise(tensor, mmap.MADV_WILLNEED)
+        yield -1, memoryview(self._map)[offset : offset + n_bytes]
+
+    def release(self, tensors: Sequence[str]) -> None:
+        for tensor in tensors:
+            self._advise(tensor, mmap.MADV_DONTNEED)
+
+    def _advise(self, tensor: str, advice: int) -> None:
+        offset, n_bytes = self._ranges[tensor]
+        start = offset // mmap.PAGESIZE * mmap.PAGESIZE
+        self._map.madvise(advice, start, offset + n_bytes - start)
+
+    def close(self) -> None:
+        # After an error its traceback may still hold views of the mapping, which then goes with them.
+        with suppress(BufferError):
+            self._map.close()
+
+
+class CheckpointWeights:
+    """Tensors of a checkpoint, converted when asked for."""
+
+    mapped = False
+
+    def __init__(self, plan: Plan, threads: int) -> None:
+        self._tensors = {t.name: t for t in plan.tensors}
+        self._open = ExitStack()
+        self._encoder = self._open.enter_context(Encoder(threads))
+        shards = {t.shard for t in plan.checkpoint.tensors.values()}
+        self.n_bytes = sum(shard.stat().st_size for shard in shards)
+
+    def parts(self, tensor: str) -> Iterator[Part]:
+        for matrix in self._encoder.matrices(self._tensors[tensor]):
+            yield matrix.expert, matrix.data
+
+    def release(self, tensors: Sequence[str]) -> None:
+        """Nothing to do: what was bound was freed with its last reference."""
+
+    def close(self) -> None:
+        self._open.close()
+
+
+class LayeredModel:
+    """One side of a comparison. Use it as a context manager.
+
+    `model` knows shapes and types; `bound` gives it the weights of one layer.
+    """
+
+    def __init__(self, name: str, kind: Kind, model: Model, weights: Weights, notes: Sequence[str] = ()) -> None:
+        self.name = name  #: as the user wrote it
+        self.kind: Kind = kind
+        self.model = model
+        self.hparams = model.hparams
+        self.notes = tuple(notes)  #: warnings of the source, for people
+        self._weights = weights
+        self._sizes = {t.name: t.n_bytes for t in model.gguf.tensors}
+        self._by_layer: dict[int, list[str]] = {}
+        for tensor in self._sizes:
+            self._by_layer.setdefault(_layer_of(tensor), []).append(tensor)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes on disk: of the GGUF file, or of all shards of the checkpoint."""
+        return self._weights.n_bytes
+
+    @property
+    def mapped(self) -> bool:
+        """True if bound weights are pages of a file, False if they are memory of this process."""
+        return self._weights.mapped
+
+    def layer_bytes(self, layer: int) -> int:
+        """Bytes of the weights that `bound(layer)` binds."""
+        return sum(self._sizes[name] for name in self._needed(layer))
+
+    def types(self) -> dict[str, dict[str, int]]:
+        """Bytes by type name in each tensor group, as evaluated, in the order of TENSOR_GROUPS."""
+        found: dict[str, dict[str, int]] = {group: {} for group, _ in TENSOR_GROUPS}
+        for tensor in self.model.gguf.tensors:
+            sizes = found.setdefault(tensor_group(tensor.name), {})
+            name = type_name(tensor.type)
+            sizes[name] = sizes.get(name, 0) + tensor.n_bytes
+        return {group: sizes for group, sizes in found.items() if sizes}
+
+    def vector(self, tensor: str) -> npt.NDArray[np.float32]:
+        """A one-dimensional tensor; the engine accepts these as F32 only."""
+        (_, data), *_ = self._weights.parts(tensor)
+        return np.frombuffer(data, "<f4").astype(np.float32)
+
+    @contextmanager
+    def bound(self, layer: int, done: Callable[[int], None]) -> Iterator[Model]:
+        """The model with what a window of this one layer needs; the weights are let go at the end.
+
+        done: told the bytes of each tensor that was bound. Raises InputError for broken values in a checkpoint.
+        """
+        names = self._needed(layer)
+        try:
+            for name in names:
+                for expert, data in self._weights.parts(name):
+                    self.model.bind(name, data, expert)
+                done(self._sizes[name])
+            yield self.model
+        finally:
+            self.model.unbind_layer(layer)
+            self.model.unbind_layer(-1)
+            self._weights.release(names)
+
+    def _needed(self, layer: int) -> list[str]:
+        names = list(self._by_layer[layer])
+        if layer == 0:
+            names.append("token_embd.weight")
+        if layer == self.hparams.n_layer - 1:  # the engine asks for the head with the last layer
+            names += ["output_norm.weight", "output.weight"]
+        return names
+
+    def close(self) -> None:
+        self.model.close()
+        self._weights.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def open_layered(path: Path, *, isa: str = "auto", threads: int = 0) -> LayeredModel:
+    """Opens a GGUF file or a checkpoint folder.
+
+    isa: instruction set of the CPU kernels, see `Model`. threads: for the conversion of a checkpoint's tensors, 0 takes
+    all cores. Raises InputError that names what is wrong, as the engine and m3-convert do.
+    """
+    if path.is_dir():
+        return _open_checkpoint(path, isa, threads)
+    if not path.exists():
+        raise InputError(f"{path}: expected a checkpoint folder or a GGUF file, found nothing")
+    return _open_gguf(path, isa)
+
+
+def _open_gguf(path: Path, isa: str) -> LayeredModel:
+    with GGUF(path) as gguf:  # checks counts, offsets and sizes against the file
+        tensors = gguf.tensors
+        header_end = min((t.offset for t in tensors), default=gguf.file_bytes)
+    with path.open("rb") as file:
+        header = file.read(header_end)
+    weights = MappedWeights(path, tensors)
+    return LayeredModel(str(path), "gguf", Model.from_header(header, str(path), isa=isa), weights)
+
+
+def _open_checkpoint(folder: Path, isa: str, threads: int) -> LayeredModel:
+    plan = plan_conversion(load_checkpoint(folder))
+    vocabulary = load_vocabulary(folder, plan.checkpoint.config)
+    header = header_bytes(plan, build_metadata(plan, vocabulary))
+    weights = CheckpointWeights(plan, threads)
+    model = Model.from_header(header, str(folder), isa=isa)
+    return LayeredModel(str(folder), "checkpoint", model, weights, (*plan.warnings, *vocabulary.warnings))
+
+
+def _layer_of(tensor: str) -> int:
+    """Number of the layer in a tensor's name, -1 for the tensors outside the layers."""
+    first, _, rest = tensor.partition(".")
+    return int(rest.partition(".")[0]) if first == "blk" else -1

@@ -1,0 +1,163 @@
+"""The metadata keys of the GGUF file: those that llama.cpp's converter writes for this architecture, in its order, and
+`tokenizer.huggingface.json`."""
+
+import dataclasses
+import struct
+from collections.abc import Callable, Mapping
+from math import prod
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+import gguf
+from gguf import GGUFValueType, GGUFWriter
+from gguf.gguf_writer import GGUFValue
+
+from m3_convert.config import ModelConfig
+from m3_convert.json_file import read_object
+from m3_convert.plan import Plan
+from m3_convert.vocabulary import Vocabulary
+from m3_runtime.errors import InputError
+
+ARCHITECTURE: Final = "minimax-m3"
+PRE_TOKENIZER: Final = "minimax-m2"  #: llama.cpp's name for the pattern that M2 and M3 share
+
+U32, F32, BOOL = GGUFValueType.UINT32, GGUFValueType.FLOAT32, GGUFValueType.BOOL
+
+#: Key to value with its GGUF type, in the order of the file.
+Metadata = Mapping[str, GGUFValue]
+
+
+def build_metadata(plan: Plan, vocabulary: Vocabulary) -> Metadata:
+    """All keys of the file. Raises InputError for values that GGUF cannot hold and for broken files of the folder."""
+    # A writer without a file: the key table of the library is what is wanted, so that names and types are its own.
+    writer = GGUFWriter(None, ARCHITECTURE)
+    writer.add_type(gguf.GGUFType.MODEL)
+    _add_general(writer, plan)
+    for key, value, kind in _model_keys(plan.checkpoint.config, plan.file_type):
+        writer.add_key_value(key if key.startswith("general.") else f"{ARCHITECTURE}.{key}", value, kind)
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    _add_vocabulary(writer, vocabulary)
+    (metadata,) = writer.kv_data
+    _check_values(metadata)
+    return MappingProxyType(metadata)
+
+
+def _model_keys(config: ModelConfig, file_type: int) -> list[tuple[str, Any, GGUFValueType]]:
+    return [
+        ("block_count", config.n_layer, U32),
+        ("context_length", config.context, U32),
+        ("embedding_length", config.hidden, U32),
+        ("feed_forward_length", config.dense_ff, U32),
+        ("attention.head_count", config.heads, U32),
+        ("attention.head_count_kv", config.kv_heads, U32),
+        ("rope.freq_base", config.rope_theta, F32),
+        ("attention.layer_norm_rms_epsilon", config.rms_eps, F32),
+        ("expert_count", config.n_expert, U32),
+        ("expert_used_count", config.n_expert_used, U32),
+        ("expert_gating_func", int(gguf.ExpertGatingFuncType.SIGMOID), U32),
+        ("attention.key_length", config.head_dim, U32),
+        ("attention.value_length", config.head_dim, U32),
+        ("general.file_type", file_type, U32),
+        ("expert_feed_forward_length", config.expert_ff, U32),
+        ("rope.dimension_count", config.rotary_dim, U32),
+        ("expert_shared_count", config.n_shared, U32),
+        ("expert_weights_scale", config.expert_scale, F32),
+        ("expert_weights_norm", True, BOOL),
+        ("attention.indexer.head_count", config.kv_heads, U32),
+        ("attention.indexer.key_length", config.index_dim, U32),
+        ("attention.indexer.top_k", config.top_k, U32),
+        ("attention.indexer.block_size", config.block_size, U32),
+        ("attention.indexer.local_blocks", config.local_blocks, U32),
+        ("leading_dense_block_count", config.n_dense, U32),
+    ]
+
+
+def _add_general(writer: GGUFWriter, plan: Plan) -> None:
+    """Sampling, name, size label and what the model card says: the rules of the gguf library, shared with llama.cpp."""
+    folder = plan.checkpoint.folder
+    config = read_object(folder / "config.json")
+    if (folder / "generation_config.json").exists():
+        read_object(folder / "generation_config.json")  # the library would pass over a broken one
+    counts = parameter_counts(plan)
+    found = gguf.Metadata
+    try:
+        card = found.load_model_card(folder)
+        # The name alone stands for the folder: that of a Hub download is a commit hash.
+        name = Path(plan.checkpoint.name.rpartition("/")[2])
+        general = found.apply_metadata_heuristic(found(), card, config, name, counts[0])
+        sampling = found.load(model_path=folder)
+    except Exception as error:  # a model card is YAML of any shape, and the library checks little of it
+        raise InputError(
+            f"{folder / 'README.md'}: model card cannot be read: {type(error).__name__}: {error}"
+        ) from error
+    for item in dataclasses.fields(general):
+        if item.name.startswith("sampling_"):
+            setattr(general, item.name, getattr(sampling, item.name))
+    general.name = general.name or plan.checkpoint.name
+    general.size_label = general.size_label or gguf.size_label(*counts)
+    general.set_gguf_meta_model(writer)
+
+
+def parameter_counts(plan: Plan) -> tuple[int, int, int, int]:
+    """Parameters in all, outside the experts, of one expert, and the number of experts."""
+    total = shared = expert = experts = 0
+    for tensor in plan.tensors:
+        elements = prod(tensor.shape)
+        total += elements
+        if tensor.stacked:
+            experts = tensor.shape[0]
+            expert += elements // experts
+        else:
+            shared += elements
+    return total, shared, expert, experts
+
+
+def _add_vocabulary(writer: GGUFWriter, vocabulary: Vocabulary) -> None:
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(PRE_TOKENIZER)
+    writer.add_token_list(vocabulary.tokens)
+    writer.add_token_types(vocabulary.token_types)
+    writer.add_token_merges(vocabulary.merges)
+    add_id: dict[str, Callable[[int], None]] = {
+        "bos": writer.add_bos_token_id,
+        "eos": writer.add_eos_token_id,
+        "unk": writer.add_unk_token_id,
+        "sep": writer.add_sep_token_id,
+        "pad": writer.add_pad_token_id,
+        "mask": writer.add_mask_token_id,
+        "eot": writer.add_eot_token_id,
+        "eom": writer.add_eom_token_id,
+    }
+    for kind, token_id in vocabulary.special_ids.items():
+        if kind in add_id:  # "cls" has no key
+            add_id[kind](token_id)
+    add_flag: dict[str, Callable[[bool], None]] = {
+        "bos": writer.add_add_bos_token,
+        "eos": writer.add_add_eos_token,
+        "sep": writer.add_add_sep_token,
+    }
+    for kind, flag in vocabulary.add_flags.items():
+        if kind in add_flag:
+            add_flag[kind](flag)
+    if vocabulary.chat_template is not None:
+        writer.add_chat_template(vocabulary.chat_template)
+        names = writer.kv_data[0].get(gguf.Keys.Tokenizer.CHAT_TEMPLATES)
+        if names is not None:  # the library lists them in the order of a set, which changes from run to run
+            names.value.sort()
+    writer.add_string(gguf.Keys.Tokenizer.HF_JSON, vocabulary.tokenizer_json)
+
+
+_RANGES = {U32: "I", GGUFValueType.INT32: "i", F32: "f"}
+
+
+def _check_values(metadata: Mapping[str, GGUFValue]) -> None:
+    """Numbers come from JSON files of the checkpoint as well; the library would fail on them without the key's name."""
+    for key, value in metadata.items():
+        code = _RANGES.get(value.type)
+        if code is None:
+            continue
+        try:
+            struct.pack(f"<{code}", value.value)
+        except (struct.error, OverflowError, TypeError) as error:
+            raise InputError(f"metadata {key}: expected {value.type.name}, found {value.value!r}: {error}") from error

@@ -1,0 +1,164 @@
+"""The plan of a conversion: every tensor of the file with its type, offset, size, sources and the rule behind it."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from m3_convert.checkpoint import Checkpoint
+from m3_convert.norms import check_norms
+from m3_convert.rules import Rule, always_f32, decide, shadowed
+from m3_convert.tensor_map import SourceMatrix, map_tensors
+from m3_runtime.errors import InputError
+from m3_runtime.quantize import TensorType, row_bytes
+
+ALIGNMENT = 32  #: bytes; the default of GGUF, which needs no key
+
+# general.file_type: what most of the weights are.
+FILE_TYPES = {TensorType.F32: 0, TensorType.F16: 1, TensorType.Q8_0: 7, TensorType.BF16: 32}
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """One tensor of the file. `shape` is outermost first (`ne` the other way round), `offset` from the data section."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: TensorType
+    offset: int
+    n_bytes: int
+    matrices: tuple[SourceMatrix, ...]  #: one, or one for each expert
+    plus_one: bool
+    reason: str  #: the rule that decided the type
+    note: str  #: not empty if the type is not the one the rule asked for
+
+    @property
+    def ne(self) -> tuple[int, ...]:
+        """The shape as GGUF writes it: contiguous axis first."""
+        return self.shape[::-1]
+
+    @property
+    def stacked(self) -> bool:
+        """True if it holds one matrix for each expert."""
+        return len(self.shape) == 3
+
+    @property
+    def source_type(self) -> str:
+        """Dtypes of the sources, "BF16" or "BF16+F8_E4M3"."""
+        return "+".join(dict.fromkeys(m.tensor.dtype for m in self.matrices))
+
+    @property
+    def source(self) -> str:
+        """Name of the source; of stacked experts one name with the range of numbers."""
+        name = self.matrices[0].tensor.name
+        return name.replace(".experts.0.", f".experts.0-{len(self.matrices) - 1}.") if self.stacked else name
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All tensors of the file in file order."""
+
+    checkpoint: Checkpoint
+    default_type: TensorType | None  #: None: the source's own precision
+    tensors: tuple[PlannedTensor, ...]
+    left_out: tuple[str, ...]  #: source tensors that are not converted (vision part)
+    warnings: tuple[str, ...]
+
+    @property
+    def data_bytes(self) -> int:
+        """Size of the data section, padding included."""
+        last = self.tensors[-1]
+        return aligned(last.offset + last.n_bytes)
+
+    @property
+    def file_type(self) -> int:
+        """general.file_type: that of --type, or of the type that most weights get; those that are always F32 apart."""
+        if self.default_type is not None:
+            return FILE_TYPES[self.default_type]
+        sizes: Counter[TensorType] = Counter()
+        for tensor in self.tensors:
+            if always_f32(tensor.name) is None:
+                sizes[tensor.type] += prod(tensor.shape)
+        return FILE_TYPES[sizes.most_common(1)[0][0]]
+
+    def tensor(self, name: str) -> PlannedTensor:
+        """A tensor by its GGUF name. Raises InputError if the file has none of that name."""
+        found = next((t for t in self.tensors if t.name == name), None)
+        if found is None:
+            raise InputError(f"{name}: no such tensor in the file (see --dry-run for all of them)")
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        """The plan for scripts: shapes as `ne`, sizes in bytes, offsets in bytes from the start of the data section."""
+        return {
+            "source": str(self.checkpoint.folder),
+            "type": self.default_type.name if self.default_type is not None else "auto",
+            "tensors": [tensor_json(t) for t in self.tensors],
+            "left_out": list(self.left_out),
+            "warnings": list(self.warnings),
+            "data_bytes": self.data_bytes,
+            "bytes_by_type": self.bytes_by_type(),
+        }
+
+    def bytes_by_type(self) -> dict[str, int]:
+        """Bytes of tensor data by type name, largest first."""
+        sizes: Counter[str] = Counter()
+        for tensor in self.tensors:
+            sizes[tensor.type.name] += tensor.n_bytes
+        return dict(sizes.most_common())
+
+
+def tensor_json(tensor: PlannedTensor) -> dict[str, Any]:
+    """One tensor for scripts."""
+    return {
+        "name": tensor.name,
+        "ne": list(tensor.ne),
+        "source": tensor.source,
+        "sources": len(tensor.matrices),
+        "source_type": tensor.source_type,
+        "type": tensor.type.name,
+        "plus_one": tensor.plus_one,
+        "offset": tensor.offset,
+        "bytes": tensor.n_bytes,
+        "rule": tensor.reason,
+        "note": tensor.note,
+    }
+
+
+def aligned(n: int) -> int:
+    """`n` bytes rounded up to the alignment of GGUF."""
+    return -(-n // ALIGNMENT) * ALIGNMENT
+
+
+def plan_conversion(checkpoint: Checkpoint, default_type: TensorType | None = None, rules: Sequence[Rule] = ()) -> Plan:
+    """Decides type, offset and size of every tensor of the file. Reads the norms of the checkpoint, no other data.
+
+    default_type: for what no rule and no fixed rule decides; None keeps the source's own precision.
+    Raises InputError for tensors that are missing, extra or mis-shaped, FP8 without scale and the reverse, rules that
+    cannot be honoured, and norms that already hold 1 + w.
+    """
+    mapped, left_out = map_tensors(checkpoint)
+    decisions = decide(mapped, default_type, rules)
+    check_norms(mapped)
+    tensors = []
+    offset = 0
+    for source, decision in zip(mapped, decisions, strict=True):
+        shape = source.spec.shape
+        n_bytes = prod(shape[:-1]) * row_bytes(decision.type, shape[-1])
+        tensors.append(
+            PlannedTensor(
+                name=source.spec.name,
+                shape=shape,
+                type=decision.type,
+                offset=offset,
+                n_bytes=n_bytes,
+                matrices=source.matrices,
+                plus_one=source.spec.plus_one,
+                reason=decision.reason,
+                note=decision.note,
+            )
+        )
+        offset = aligned(offset + n_bytes)
+    warnings = (*checkpoint.warnings, *shadowed(mapped, rules))
+    return Plan(checkpoint, default_type, tuple(tensors), tuple(left_out), warnings)

@@ -1,0 +1,87 @@
+"""Progress of a conversion on stderr: a bar on a terminal, elsewhere one plain line every few seconds."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+LINE_SECONDS = 3.0
+
+
+@contextmanager
+def progress(name: str, total: int, stream: TextIO | None = None) -> Iterator[Callable[[int], None]]:
+    """Yields a function that takes the number of bytes done since its last call. `total` in bytes, `name` of the file.
+
+    Elsewhere than on a terminal: the first line after LINE_SECONDS, then one each LINE_SECONDS, and a last one when the
+    block ends without an exception.
+    """
+    stream = stream or sys.stderr
+    if stream.isatty():
+        with _bar(stream) as bar:
+            task = bar.add_task(name, total=total)
+            yield lambda n: bar.advance(task, n)
+        return
+    lines = _Lines(name, total, stream)
+    yield lines.advance
+    lines.finish()
+
+
+def format_bytes(n: float) -> str:
+    """A size for people, in powers of 1000: "999 bytes", "1.2 MB", "795.5 GB"."""
+    if n < 1000:
+        return f"{n:.0f} bytes"
+    for unit in ("kB", "MB", "GB"):
+        n /= 1000
+        if n < 999.95:
+            return f"{n:.1f} {unit}"
+    return f"{n / 1000:.1f} TB"
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration for people: "4.2 s", "2:05 min", "1:02:05 h"."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}:{rest:02} min"
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02} h"
+
+
+def _bar(stream: TextIO) -> Progress:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=Console(file=stream))
+
+
+class _Lines:
+    def __init__(self, name: str, total: int, stream: TextIO) -> None:
+        self.name, self.total, self.stream = name, total, stream
+        self.done = 0
+        self.start = self.last = time.monotonic()
+
+    def advance(self, n: int) -> None:
+        self.done += n
+        now = time.monotonic()
+        if now - self.last >= LINE_SECONDS:
+            self.last = now
+            left = (self.total - self.done) * (now - self.start) / max(self.done, 1)
+            self._print(now, f", {format_seconds(left)} left")
+
+    def finish(self) -> None:
+        now = time.monotonic()
+        self._print(now, f" in {format_seconds(now - self.start)}")
+
+    def _print(self, now: float, end: str) -> None:
+        rate = self.done / max(now - self.start, 1e-9)
+        share = 100 * self.done // max(self.total, 1)
+        text = f"{self.name}: {share}% of {format_bytes(self.total)}, {format_bytes(rate)}/s{end}"
+        print(text, file=self.stream, flush=True)

@@ -1,0 +1,130 @@
+"""The command line of m3-convert: help, usage errors, sources that are no checkpoint folder."""
+
+import errno
+from dataclasses import replace
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+
+
+def test_help_names_every_option(m3_convert) -> None:
+    outcome = m3_convert("--help")
+    assert outcome.code == 0
+    for word in (
+        "SOURCE",
+        "OUT.gguf",
+        "--type",
+        "--rule",
+        "--dry-run",
+        "--explain",
+        "--threads",
+        "--json",
+        "q8_0",
+        "Exit codes",
+    ):
+        assert word in outcome.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "Missing argument 'SOURCE'"),
+        (["{folder}"], "OUT.gguf is missing"),
+        (["{folder}", "{out}", "--nope"], "No such option"),
+        (["{folder}", "{out}", "extra"], "unexpected extra argument"),
+        (["{folder}", "{out}", "--threads", "-1"], "--threads"),
+        (["{folder}", "{out}", "--threads", "many"], "--threads"),
+        (["{folder}", "{out}", "--type", "q4_k"], "--type: type 'q4_k' is not known, expected one of f32, f16"),
+        (["{folder}", "{out}", "--rule", "x"], "--rule 'x': expected PATTERN=TYPE"),
+        (["{folder}", "{out}", "--rule", "nothing=f16"], "no tensor of this model matches 'nothing'"),
+        (["./absent", "{out}"], "./absent: no such folder, and not an id on the Hub"),
+        (["a/b/c", "{out}"], "a/b/c: no such folder, and not an id on the Hub"),
+        (["absent", "{out}"], "absent: no such folder, and not an id on the Hub"),
+        (["", "{out}"], "not an id on the Hub|config.json"),
+    ],
+)
+def test_usage_errors_are_one_line(make_folder, m3_convert, tmp_path, arguments: list[str], message: str) -> None:
+    names = {"folder": make_folder(), "out": tmp_path / "out.gguf"}
+    outcome = m3_convert(*(a.format(**names) for a in arguments))
+    assert outcome.code == 2
+    assert any(part in outcome.error for part in message.split("|"))
+    assert len(outcome.err.splitlines()) == 1 and outcome.err.startswith("m3-convert: ")
+    assert outcome.out == ""
+    assert not list(tmp_path.glob("out.gguf*"))
+
+
+def test_a_gguf_file_as_source(make_folder, m3_convert, tmp_path) -> None:
+    assert m3_convert(make_folder(), tmp_path / "first.gguf").code == 0
+    (tmp_path / "first.gguf").rename(tmp_path / "renamed")
+    for name in ("renamed", "empty.gguf"):
+        (tmp_path / name).touch()
+        outcome = m3_convert(tmp_path / name, tmp_path / "out.gguf")
+        assert (
+            outcome.code == 2
+            and "is a GGUF file; m3-convert reads checkpoint folders and ids on the Hub" in outcome.error
+        )
+    (tmp_path / "text").write_text("x")
+    assert "text: is a file; m3-convert reads" in m3_convert(tmp_path / "text", tmp_path / "out.gguf").error
+
+
+def test_result_on_stdout_and_progress_on_stderr(make_folder, m3_convert, tmp_path) -> None:
+    outcome = m3_convert(make_folder(), tmp_path / "out.gguf")
+    (line,) = outcome.out.splitlines()
+    assert line.startswith(f"{tmp_path / 'out.gguf'}: 54 tensors, ") and line.endswith("59 vision tensors left out")
+    assert "to write, " in outcome.err and "out.gguf: 100% of" in outcome.err
+
+
+def test_fallbacks_are_said_aloud(make_folder, m3_convert, small, tmp_path) -> None:
+    folder = make_folder(replace(small, inter=40, shared_inter=40))
+    outcome = m3_convert(folder, tmp_path / "out.gguf", "--type", "q8_0", "--json")
+    assert outcome.code == 0
+    assert "note: 4 tensors fall back, the first: blk.1.ffn_down_exps.weight: F16 instead of Q8_0" in outcome.err
+    assert len(outcome.json["notes"]) == 4
+
+
+# ------------------------------------------------------------------------------------------------ Hub
+
+
+def test_an_id_on_the_hub(make_folder, m3_convert, tmp_path, monkeypatch) -> None:
+    folder = make_folder(name="0123456789abcdef0123456789abcdef01234567")
+    asked = []
+
+    def download(repo_id: str, allow_patterns: list[str]) -> str:
+        asked.append((repo_id, allow_patterns))
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.chdir(tmp_path)
+    outcome = m3_convert("MiniMaxAI/MiniMax-M3", "out.gguf")
+    assert outcome.code == 0
+    assert asked == [("MiniMaxAI/MiniMax-M3", ["*.json", "*.jinja", "*.safetensors", "README.md"])]
+    content = (tmp_path / "out.gguf").read_bytes()
+    assert b"MiniMax M3" in content and folder.name.encode() not in content
+
+
+def test_a_folder_that_looks_like_an_id_is_a_folder(make_folder, m3_convert, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the Hub"))
+    (tmp_path / "owner").mkdir()
+    make_folder().rename(tmp_path / "owner" / "name")
+    monkeypatch.chdir(tmp_path)
+    assert m3_convert("owner/name", "out.gguf").code == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (ValueError("404 not found\nsecond line"), 2, "ValueError: 404 not found second line"),
+        (OSError("no network"), 2, "the Hub gave: no network"),
+        (OSError(errno.ENOSPC, "No space left on device"), 4, "the disk is full"),
+    ],
+)
+def test_the_hub_says_no(m3_convert, tmp_path, monkeypatch, error: Exception, code: int, message: str) -> None:
+    def download(*_: object, **__: object) -> str:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.chdir(tmp_path)
+    outcome = m3_convert("owner/name", "out.gguf")
+    assert outcome.code == code and message in outcome.error and outcome.error.startswith("m3-convert: owner/name: ")
+    assert list(Path().iterdir()) == []
