@@ -4,6 +4,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
@@ -73,7 +74,10 @@ def _report(name: str, error: Exception) -> int:
     if isinstance(error, MemoryError):
         print(f"{name}: not enough memory", file=sys.stderr)
         return ExitCode.MACHINE
-    print(f"{name}: internal error, please report: {type(error).__name__}: {one_line(str(error))}", file=sys.stderr)
-    if os.environ.get("M3_TRACEBACK"):
-        traceback.print_exception(error)
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    print(
+        f"{name}: internal error, please report: {type(error).__name__}: {one_line(str(error))} "
+        f"({Path(place.filename).name}:{place.lineno})",
+        file=sys.stderr,
+    )
     return ExitCode.BUG

@@ -1,0 +1,258 @@
+"""The command m3-run: a chat with a MiniMax-M3 GGUF file, or one answer to a prompt."""
+
+import os
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from m3_runtime.command import new_app, run
+from m3_runtime.errors import ExitCode, InputError
+from m3_runtime.text import invalid_utf8
+
+NAME = "m3-run"
+
+app = new_app()
+
+
+class Device(StrEnum):
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class Isa(StrEnum):
+    AUTO = "auto"
+    SCALAR = "scalar"
+    AVX2 = "avx2"
+    AVX512 = "avx512"
+    NEON = "neon"
+
+
+class Attention(StrEnum):
+    SPARSE = "sparse"
+    DENSE = "dense"
+
+
+class CacheType(StrEnum):
+    F32 = "f32"
+    F16 = "f16"
+    BF16 = "bf16"
+
+
+class Thinking(StrEnum):
+    ENABLED = "enabled"
+    DISABLED = "disabled"
+    ADAPTIVE = "adaptive"
+
+
+@app.command(
+    help="Chats with a MiniMax-M3 GGUF file. With -p or -f it answers one prompt: the answer goes to stdout, thinking "
+    "and status to stderr. In the chat /help lists the commands, and Ctrl-C stops an answer.",
+    epilog="Exit codes: 0 done; 2 the file, the prompt or the arguments are wrong; 4 memory or the device is missing; "
+    "70 a bug; 130 interrupted.",
+)
+def run_command(
+    model: Annotated[Path, typer.Argument(metavar="MODEL.gguf", help="File to run.", show_default=False)],
+    prompt: Annotated[
+        str | None, typer.Option("-p", "--prompt", metavar="TEXT", help="Answer this prompt and exit.")
+    ] = None,
+    file: Annotated[
+        str | None,
+        typer.Option(
+            "-f",
+            "--file",
+            metavar="FILE",
+            help="Answer the prompt in a UTF-8 file and exit; - is standard input. Without --raw one line break at its "
+            "end is left out.",
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "-n",
+            "--max-tokens",
+            metavar="N",
+            min=1,
+            help="Most tokens of one answer, thinking included. Without it an answer ends with an end token or the "
+            "context.",
+        ),
+    ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            "--context",
+            metavar="N",
+            min=1,
+            help="Tokens of conversation and answer together. Without it 32768, or what prompt and -n need if that is "
+            "more; at most the file's context; less if half of the free memory does not hold it.",
+        ),
+    ] = None,
+    device: Annotated[Device, typer.Option("--device", help="Where the model runs.")] = Device.AUTO,
+    threads: Annotated[int, typer.Option("--threads", metavar="N", min=0, help="CPU threads; 0 takes all cores.")] = 0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="With -p or -f: print one JSON object with answer, timings and memory.")
+    ] = False,
+    system: Annotated[
+        str | None, typer.Option("--system", metavar="TEXT", help="System message in front of the conversation.")
+    ] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="With -p or -f: continue the text as it is, without the chat template.")
+    ] = False,
+    thinking: Annotated[
+        Thinking | None,
+        typer.Option(
+            "--thinking",
+            help="Think before every answer, never, or when the model sees fit. Without it the chat template decides.",
+        ),
+    ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            "--temperature",
+            metavar="X",
+            help="Divides the logits; 0 always takes the best token. Default: the file's, else 1.0.",
+        ),
+    ] = None,
+    top_k: Annotated[
+        int | None,
+        typer.Option("--top-k", metavar="N", help="Keep the N best tokens; 0 keeps all. Default: the file's, else 40."),
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            "--top-p",
+            metavar="X",
+            help="Keep the best tokens that together have probability X. Default: the file's, else 0.95.",
+        ),
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(
+            "--min-p",
+            metavar="X",
+            help="Drop tokens below X times the best one's probability. Default: the file's, else 0.",
+        ),
+    ] = None,
+    repeat_penalty: Annotated[
+        float | None,
+        typer.Option(
+            "--repeat-penalty",
+            metavar="X",
+            help="Makes the last 64 tokens less likely; 1 is off. Default: the file's, else 1.",
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            "--seed", metavar="N", min=0, help="Start of the random numbers. Without it one is drawn and shown."
+        ),
+    ] = None,
+    attention: Annotated[
+        Attention,
+        typer.Option(
+            "--attention",
+            help="sparse is what the model was trained for; dense reads every token and is out of distribution.",
+        ),
+    ] = Attention.SPARSE,
+    require_sparse: Annotated[
+        bool, typer.Option("--require-sparse", help="Exit with 2 if the run would not be sparse.")
+    ] = False,
+    kv_type: Annotated[
+        CacheType, typer.Option("--kv-type", help="Type of the cached keys and values.")
+    ] = CacheType.F16,
+    index_type: Annotated[
+        CacheType, typer.Option("--index-type", help="Type of the cached index keys, which choose the blocks.")
+    ] = CacheType.F32,
+    isa: Annotated[
+        Isa, typer.Option("--isa", help="Instruction set of the CPU kernels; auto takes the widest one.")
+    ] = Isa.AUTO,
+) -> int:
+    sampling = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repeat_penalty": repeat_penalty,
+    }
+    text = _prompt_text(prompt, file, raw)
+    if text is None:
+        _refuse("needs a prompt: -p or -f", {"--json": as_json, "--raw": raw})
+    if raw:
+        needs = "needs the chat template, which --raw leaves out"
+        _refuse(needs, {"--system": system is not None, "--thinking": thinking is not None})
+    if require_sparse and attention is Attention.DENSE:
+        raise InputError("--require-sparse: the run would be dense, because of --attention dense")
+    # Here, so that an engine that cannot be loaded is an error of the command like any other.
+    from m3_runtime.run import RunOptions, run_model
+
+    options = RunOptions(
+        model=model,
+        prompt=text,
+        max_tokens=max_tokens,
+        context=context,
+        device=device.value,
+        isa=isa.value,
+        threads=threads,
+        as_json=as_json,
+        system=system,
+        raw=raw,
+        thinking=thinking and thinking.value,
+        sampling={name: value for name, value in sampling.items() if value is not None},
+        seed=seed,
+        attention=attention.value,
+        require_sparse=require_sparse,
+        kv_type=kv_type.value,
+        index_type=index_type.value,
+    )
+    try:
+        return run_model(options)
+    except BrokenPipeError:
+        # The reader of stdout left (for example `| head`): no error, though typer would exit with 1.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.OK
+
+
+def _prompt_text(prompt: str | None, file: str | None, raw: bool) -> str | None:
+    """The prompt of -p or -f, None for a chat."""
+    if prompt is not None:
+        if file is not None:
+            raise InputError("-p and -f are both given, expected one of them")
+        return _decode(os.fsencode(prompt), "-p")
+    if file is None:
+        return None
+    try:
+        data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+    except OSError as error:
+        raise InputError(f"-f {file}: {error.strerror}") from None
+    text = _decode(data, f"-f {file}")
+    return text if raw else text.removesuffix("\n").removesuffix("\r")
+
+
+def _decode(data: bytes, what: str) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{what}: {invalid_utf8(error)}") from None
+
+
+def _refuse(why: str, given: dict[str, bool]) -> None:
+    """Options that would else be left out without a word."""
+    for option, is_given in given.items():
+        if is_given:
+            raise InputError(f"{option} {why}")
+
+
+def main() -> NoReturn:
+    """Entry point of m3-run."""
+    for stream in (sys.stdout, sys.stderr):
+        # A character that the terminal's encoding lacks must not end the chat.
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    run(app, NAME)
+
+
+if __name__ == "__main__":
+    main()

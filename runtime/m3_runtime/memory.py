@@ -1,0 +1,85 @@
+"""What the machine has left for a run, and the context that fits in it."""
+
+import os
+import resource
+from collections.abc import Callable
+from pathlib import Path
+
+from m3_runtime.errors import MachineError
+
+DEFAULT_CONTEXT = 32768  #: tokens, where nobody asks for another and there is room
+DEFAULT_ANSWER = 4096  #: tokens that are kept free for the answer to a given prompt
+_SMALLEST_DEFAULT = 512
+
+
+def available_memory() -> int | None:
+    """Bytes that the kernel can give out without swapping (MemAvailable), None where that is unknown."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def address_space_left() -> int | None:
+    """Bytes that this process may still map under its limit (RLIMIT_AS), None without a limit."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return None
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    except OSError:
+        return limit
+    return max(0, limit - pages * os.sysconf("SC_PAGE_SIZE"))
+
+
+def peak_resident_bytes() -> int:
+    """Most memory that this process has held so far, mapped weights included."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def session_room() -> int | None:
+    """Bytes that a session may take: the lesser of free memory and address space; None if both are unknown."""
+    known = [room for room in (available_memory(), address_space_left()) if room is not None]
+    return min(known, default=None)
+
+
+def check_file_maps(path: Path) -> None:
+    """Raises MachineError if the limit on address space is below the size of a file that is to be mapped."""
+    left = address_space_left()
+    if left is None or not path.is_file():  # what cannot be opened is named by the one who opens it
+        return
+    size = path.stat().st_size
+    if size > left:
+        raise MachineError(f"{path}: {gigabytes(size)} to map, the limit on address space leaves {gigabytes(left)}")
+
+
+def check_session_fits(n_bytes: int, context: int, room: int | None) -> None:
+    """Raises MachineError if a session of `n_bytes` is more than `room` (see `session_room`)."""
+    if room is not None and n_bytes > room:
+        raise MachineError(
+            f"not enough memory: a context of {context} tokens takes {gigabytes(n_bytes)}, {gigabytes(room)} are free"
+        )
+
+
+def default_context(trained: int, needed: int, session_bytes: Callable[[int], int], room: int | None) -> int:
+    """The context of a run that does not name one, in tokens.
+
+    DEFAULT_CONTEXT, or `needed` (prompt and answer) if that is more; at most `trained`, the file's context; halved
+    while the session would take more than half of `room`, but not below `needed` and 512.
+    """
+    smallest = min(trained, max(needed, _SMALLEST_DEFAULT))
+    context = min(trained, max(needed, DEFAULT_CONTEXT))
+    while room is not None and context > smallest and session_bytes(context) > room // 2:
+        context = max(smallest, context // 2)
+    return context
+
+
+def gigabytes(n_bytes: int) -> str:
+    """A size for people, in units of 1000 bytes: "12.34 GB", "5.6 MB"."""
+    if n_bytes >= 10**9:
+        return f"{n_bytes / 10**9:.2f} GB"
+    return f"{n_bytes / 10**6:.1f} MB"

@@ -1,0 +1,263 @@
+"""One run of m3-run: a model, a memory plan, a session, and then an answer or a chat."""
+
+import json
+import os
+import sys
+import time
+from collections import Counter
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from m3_runtime import memory
+from m3_runtime.chat import ChatFormat, ChatLoop, Conversation, PipeReader, TerminalReader, first_messages
+from m3_runtime.engine import Memory, Model, SessionOptions
+from m3_runtime.errors import ContextError, ExitCode, InputError
+from m3_runtime.generate import Answer, FinishReason, Generator, Prompt
+from m3_runtime.native import version
+from m3_runtime.quantize import type_name
+from m3_runtime.reply import opens_thinking
+from m3_runtime.sampler import Sampler, SamplerOptions, new_seed
+from m3_runtime.screen import PrefillProgress, Screen
+from m3_runtime.template import ChatTemplate
+from m3_runtime.text import ChatTokenizer
+
+DENSE_WARNING = (
+    "warning: --attention dense: the sparse layers read every token, which the model was not trained for "
+    "(out of distribution)"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What the command line asks for; None where it does not say."""
+
+    model: Path
+    prompt: str | None  #: None for a chat
+    max_tokens: int | None
+    context: int | None
+    device: str
+    isa: str
+    threads: int
+    as_json: bool
+    system: str | None
+    raw: bool
+    thinking: str | None
+    sampling: dict[str, float]  #: fields of SamplerOptions that were given
+    seed: int | None
+    attention: str  #: "sparse" or "dense"
+    require_sparse: bool
+    kv_type: str
+    index_type: str
+
+
+def run_model(options: RunOptions) -> ExitCode:
+    """Opens the model and does what the options ask for: the command without its command line."""
+    start = time.perf_counter()
+    if options.model.is_dir():
+        raise InputError(
+            f"{options.model}: is a folder; m3-run reads a GGUF file, which m3-convert makes of a checkpoint"
+        )
+    memory.check_file_maps(options.model)
+    with Model(options.model, device=options.device, isa=options.isa) as model:
+        return Run(options, model, start).execute()
+
+
+class Run:
+    """One run with an open model."""
+
+    def __init__(self, options: RunOptions, model: Model, start: float) -> None:
+        """start: `time.perf_counter` when loading began."""
+        self._options = options
+        self._model = model
+        h = model.hparams
+        if options.require_sparse and h.n_dense_layer >= h.n_layer:
+            raise InputError(f"--require-sparse: {model.path} has no sparse layer")
+        metadata = model.gguf.metadata
+        self._tokenizer = ChatTokenizer(metadata)
+        self._format: ChatFormat | None = None
+        if not options.raw:
+            template = ChatTemplate.from_metadata(metadata)
+            self._format = ChatFormat(template, self._tokenizer, options.thinking)
+        self._sampling = replace(SamplerOptions.from_metadata(metadata), **options.sampling)  # type: ignore[arg-type]
+        self._seed = new_seed() if options.seed is None else options.seed
+        self._threads = options.threads or len(os.sched_getaffinity(0))
+        self._load_seconds = time.perf_counter() - start
+
+    def execute(self) -> ExitCode:
+        """Answers the prompt, or chats if there is none."""
+        text = self._options.prompt
+        prompt = None if text is None else self._prompt(text)
+        if prompt and not prompt.ids:
+            raise InputError("the prompt has no tokens, expected at least one")
+        context = self._context(len(prompt.ids) if prompt else 0)
+        session_options = self._session_options(context)
+        plan = self._model.memory(**session_options)
+        room = memory.session_room()
+        memory.check_session_fits(plan.total, context, room)
+        self._say_status(context, plan)
+        unused = [*self._tokenizer.unused_ids(), *range(len(self._tokenizer), self._model.hparams.n_vocab)]
+        sampler = Sampler(self._sampling, self._seed, banned=unused)
+        with self._model.session(**session_options) as session:
+            generator = Generator(session, context, self._tokenizer, sampler)
+            if prompt is None:
+                return self._chat(generator, context, plan)
+            return self._answer(generator, prompt, context, plan)
+
+    def _prompt(self, text: str) -> Prompt:
+        if self._format is None:
+            return Prompt(self._tokenizer.encode(text), opens_thinking(text))
+        return self._format.prompt([*first_messages(self._options.system), {"role": "user", "content": text}])
+
+    def _context(self, n_prompt: int) -> int:
+        """Tokens of the session. Raises ContextError if the prompt cannot fit."""
+        trained, given = self._model.hparams.context_train, self._options.context
+        if given is not None and given > trained:
+            raise InputError(f"--context {given}: the file's context is {trained}")
+        limit = trained if given is None else given
+        if n_prompt > limit:
+            whose = "the file's context" if given is None else "--context"
+            raise ContextError(f"the prompt has {n_prompt} tokens, {whose} holds {limit}")
+        if given is not None:
+            return given
+        needed = n_prompt + (self._options.max_tokens or memory.DEFAULT_ANSWER) if n_prompt else 0
+
+        def session_bytes(context: int) -> int:
+            return self._model.memory(**self._session_options(context)).total
+
+        return memory.default_context(trained, needed, session_bytes, memory.session_room())
+
+    def _session_options(self, context: int) -> SessionOptions:
+        options = self._options
+        return {
+            "context": context,
+            "sequences": 1,
+            "kv_type": options.kv_type,
+            "index_type": options.index_type,
+            "attention": options.attention,
+            "threads": options.threads,
+        }
+
+    # ------------------------------------------------------------------------------------------------ status
+
+    def _attention(self) -> str:
+        h = self._model.hparams
+        if self._options.attention == "dense":
+            return "dense"
+        return f"sparse (top {h.top_k} of blocks of {h.block_size})"
+
+    def _bytes_by_type(self) -> dict[str, int]:
+        """Bytes of the weights by the name of their type, most first."""
+        sizes: Counter[str] = Counter()
+        for tensor in self._model.gguf.tensors:
+            sizes[type_name(tensor.type)] += tensor.n_bytes
+        return dict(sizes.most_common())
+
+    def _status(self, context: int, plan: Memory) -> str:
+        options, size = self._options, memory.gigabytes
+        types = ", ".join(f"{name} {size(n_bytes)}" for name, n_bytes in self._bytes_by_type().items())
+        return (
+            f"{self._model.path}: {types}; attention {self._attention()}; context {context}; "
+            f"K/V {options.kv_type} {size(plan.kv_bytes)}, index keys {options.index_type} {size(plan.index_bytes)}, "
+            f"scratch {size(plan.scratch_bytes)}; {self._model.backend_name} {self._model.isa_name}, "
+            f"{self._threads} threads; seed {self._seed}"
+        )
+
+    def _say_status(self, context: int, plan: Memory) -> None:
+        _say(self._status(context, plan))
+        if self._options.attention == "dense":
+            _say(DENSE_WARNING)
+        free, needed = memory.available_memory(), self._model.weight_bytes + plan.total
+        if free is not None and needed > free:
+            _say(
+                f"note: weights and session take {memory.gigabytes(needed)}, {memory.gigabytes(free)} are free: "
+                "weights will be read from the disk again and again"
+            )
+
+    # ------------------------------------------------------------------------------------------------ the work
+
+    def _chat(self, generator: Generator, context: int, plan: Memory) -> ExitCode:
+        assert self._format is not None
+        options = self._options
+        conversation = Conversation(self._format, generator, system=options.system, max_tokens=options.max_tokens)
+        reader = TerminalReader(sys.stdout, sys.stderr) if sys.stdin.isatty() else PipeReader()
+        if reader.interactive:
+            _say("chat; /help lists the commands")
+        screen = Screen(sys.stdout, sys.stderr)
+        return ChatLoop(conversation, screen, reader, sys.stderr, self._status(context, plan)).run()
+
+    def _answer(self, generator: Generator, prompt: Prompt, context: int, plan: Memory) -> ExitCode:
+        answer = Answer()
+        screen = None if self._options.as_json else Screen(sys.stdout, sys.stderr)
+        progress = PrefillProgress(sys.stderr, len(prompt.ids))
+        pieces = generator.answer(prompt, answer, max_tokens=self._options.max_tokens, progress=progress)
+        try:
+            with closing(pieces):
+                for piece in pieces:
+                    progress.clear()
+                    if screen:
+                        screen.show(piece)
+        except KeyboardInterrupt:
+            answer.finish = FinishReason.INTERRUPTED
+        finally:
+            progress.clear()
+            if screen:
+                screen.end()
+        if self._options.as_json:
+            print(json.dumps(self._report(answer, prompt, context, plan), indent=2))
+        if answer.finish is FinishReason.INTERRUPTED:
+            _say("interrupted")
+            return ExitCode.INTERRUPTED
+        if answer.finish is FinishReason.CONTEXT:
+            _say(f"context full: {generator.used}/{context} tokens, the answer is cut")
+        return ExitCode.OK
+
+    def _report(self, answer: Answer, prompt: Prompt, context: int, plan: Memory) -> dict[str, Any]:
+        h, options, timings = self._model.hparams, self._options, answer.timings
+        return {
+            "answer": answer.reply.text,
+            "thinking": answer.reply.thinking,
+            "tool_calls": answer.reply.tools,
+            "finish_reason": answer.finish.value if answer.finish else None,
+            "attention": options.attention,
+            "top_k_blocks": h.top_k,
+            "block_size": h.block_size,
+            "tokens": {"prompt": len(prompt.ids), "answer": len(answer.ids), "context": context},
+            "timings": {
+                "load_s": round(self._load_seconds, 4),
+                "prefill_tokens": timings.prefill_tokens,
+                "prefill_s": round(timings.prefill_seconds, 4),
+                "prefill_tokens_per_s": _rounded(timings.prefill_rate),
+                "decode_tokens": timings.decode_evals,
+                "decode_s": round(timings.decode_seconds, 4),
+                "decode_tokens_per_s": _rounded(timings.decode_rate),
+            },
+            "memory": {
+                "weights_bytes": self._model.weight_bytes,
+                "kv_bytes": plan.kv_bytes,
+                "index_bytes": plan.index_bytes,
+                "scratch_bytes": plan.scratch_bytes,
+                "peak_rss_bytes": memory.peak_resident_bytes(),
+            },
+            "sampling": asdict(self._sampling),
+            "seed": self._seed,
+            "model": str(self._model.gguf.metadata.get("general.name", "")),
+            "file": self._model.path,
+            "weight_types": self._bytes_by_type(),
+            "kv_type": options.kv_type,
+            "index_type": options.index_type,
+            "device": self._model.backend_name,
+            "isa": self._model.isa_name,
+            "threads": self._threads,
+            "version": version(),
+        }
+
+
+def _rounded(rate: float | None) -> float | None:
+    return None if rate is None else round(rate, 2)
+
+
+def _say(text: str) -> None:
+    """One line of status on stderr."""
+    print(f"m3-run: {text}", file=sys.stderr, flush=True)
