@@ -134,6 +134,7 @@ oracle: install $(REFERENCE)
 # Makes the golden vectors of tests/golden again.
 golden: $(REFERENCE)
 	build/reference/bin/python tests/golden/make_golden.py
+	build/reference/bin/python tests/golden/make_chat_templates.py $(wildcard $(SHARED)/oracle/chat_template.jinja)
 
 clean:
 	rm -rf build demo $(LIB)/libm3.so $(LIB)/m3.h

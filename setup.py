@@ -1,4 +1,4 @@
-"""Builds the engine with make before packaging, and tags wheels py3-none-<platform>: the library serves every Python."""
+"""Builds the engine with make before packaging, and tags wheels py3-none-<platform>: one library serves any Python."""
 
 import subprocess
 

@@ -25,7 +25,7 @@ from m3_convert.report import CheckReport, SideSummary, print_report, report_jso
 from m3_convert.text_sample import TextSample, load_text, sample_text
 from m3_convert.walk_progress import walk_progress
 from m3_runtime import memory
-from m3_runtime.command import new_app, one_line, run
+from m3_runtime.command import guarded, new_app, one_line, run
 from m3_runtime.engine import CACHE_TYPES, ISAS
 from m3_runtime.errors import InputError
 from m3_runtime.native import version
@@ -43,6 +43,7 @@ app = new_app()
     epilog="Exit codes: 0 done; 1 an overlap is below --min-overlap; 2 the models, the text or the arguments are "
     "wrong; 3 nothing was tested, no query had a choice of blocks; 4 memory is missing; 130 interrupted.",
 )
+@guarded
 def check_command(
     reference: Annotated[Path, typer.Argument(metavar="REFERENCE", help="Checkpoint folder or GGUF file.")],
     candidate: Annotated[

@@ -19,7 +19,7 @@ from m3_convert.plan import Plan, plan_conversion, tensor_json
 from m3_convert.progress import format_bytes, format_seconds
 from m3_convert.rules import parse_default_type, parse_rule
 from m3_convert.vocabulary import load_vocabulary
-from m3_runtime.command import new_app, run
+from m3_runtime.command import guarded, new_app, run
 from m3_runtime.errors import InputError
 
 NAME = "m3-convert"
@@ -31,6 +31,7 @@ app = new_app()
     help="Converts a MiniMax-M3 checkpoint to GGUF.",
     epilog="Exit codes: 0 done; 2 the source or the arguments are wrong; 4 disk or memory is missing; 130 interrupted.",
 )
+@guarded
 def convert_command(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="Checkpoint folder, or id on the Hub (owner/name).")],
     out: Annotated[

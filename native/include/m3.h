@@ -65,7 +65,7 @@ typedef enum m3_status {
   M3_ERROR_CONTEXT = 6,     /* the tokens do not fit in the sequence or the session has no free page */
   M3_ERROR_NOT_FINITE = 7,  /* NaN or infinity came out of a layer; the message names it */
   M3_ERROR_CANCELLED = 8,   /* m3_session_cancel was called during eval */
-  M3_ERROR_UNSUPPORTED = 9, /* a backend, instruction set or type that this build or machine lacks */
+  M3_ERROR_UNSUPPORTED = 9, /* a device or instruction set that this build or machine lacks */
   M3_ERROR_UNBOUND = 10     /* a weight that the evaluated layers need has no data bound */
 } m3_status;
 

@@ -197,7 +197,7 @@ static m3_status take_tensor(cursor *c, m3_tensor *t) {
   t->type = (int32_t)type;
   if (!m3_traits(t->type)) {
     const char *known = m3_any_type_name(t->type);
-    return m3_fail(c->err, known ? M3_ERROR_UNSUPPORTED : M3_ERROR_FORMAT,
+    return m3_fail(c->err, M3_ERROR_FORMAT,
                    "%s: tensor '%.*s' has %s type %s (%" PRIu32 "); F32, F16, BF16 and Q8_0 can be read", file,
                    clip(name), name.data, known ? "the" : "an unknown", known ? known : "number", type);
   }
@@ -326,7 +326,7 @@ static m3_status refuse_split(const m3_gguf *g, m3_error *err) {
   int64_t parts;
   m3_status status = m3_gguf_i64(g, "split.count", &parts, err);
   if (status || parts <= 1) return status;
-  return m3_fail(err, M3_ERROR_UNSUPPORTED,
+  return m3_fail(err, M3_ERROR_MODEL,
                  "%s: one of %" PRId64 " parts of a split file (split.count); merge the parts into one file", g->name,
                  parts);
 }

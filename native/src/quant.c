@@ -145,7 +145,7 @@ static m3_status check_rows(int32_t type, int64_t n_rows, int64_t n_per_row, int
   *t = m3_traits(type);
   if (!*t) {
     const char *name = m3_any_type_name(type);
-    return m3_fail(err, M3_ERROR_UNSUPPORTED, "type %s (%d) is not supported; F32, F16, BF16 and Q8_0 are",
+    return m3_fail(err, M3_ERROR_ARGUMENT, "type %s (%d) is not supported; F32, F16, BF16 and Q8_0 are",
                    name ? name : "?", (int)type);
   }
   *row = m3_row_bytes(type, n_per_row);

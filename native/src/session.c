@@ -16,7 +16,7 @@
 static m3_status check_cache_type(int32_t type, const char *option, m3_error *err) {
   if (type == M3_TYPE_F32 || type == M3_TYPE_F16 || type == M3_TYPE_BF16) return M3_OK;
   const char *name = m3_any_type_name(type);
-  return m3_fail(err, M3_ERROR_UNSUPPORTED, "%s %s (%d): F32, F16 and BF16 are supported", option, name ? name : "?",
+  return m3_fail(err, M3_ERROR_ARGUMENT, "%s %s (%d): F32, F16 and BF16 are supported", option, name ? name : "?",
                  (int)type);
 }
 

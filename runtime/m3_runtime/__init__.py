@@ -1,6 +1,7 @@
 """Runs MiniMax-M3 shaped GGUF files: engine, tokenizer, chat."""
 
-from m3_runtime.engine import GGUF, Hparams, Memory, Model, Session, SessionOptions
+from typing import TYPE_CHECKING, Any
+
 from m3_runtime.errors import (
     CancelledError,
     ContextError,
@@ -11,6 +12,9 @@ from m3_runtime.errors import (
     NotFiniteError,
     NothingTestedError,
 )
+
+if TYPE_CHECKING:
+    from m3_runtime.engine import GGUF, Hparams, Memory, Model, Session, SessionOptions
 
 __all__ = [
     "GGUF",
@@ -28,3 +32,12 @@ __all__ = [
     "Session",
     "SessionOptions",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded when first asked for: a missing library is then an error of the command that needs it, not of the import.
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from m3_runtime import engine
+
+    return getattr(engine, name)

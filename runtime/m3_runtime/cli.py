@@ -8,8 +8,8 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from m3_runtime.command import new_app, run
-from m3_runtime.errors import ExitCode, InputError
+from m3_runtime.command import guarded, new_app, run
+from m3_runtime.errors import InputError
 from m3_runtime.text import invalid_utf8
 
 NAME = "m3-run"
@@ -54,6 +54,7 @@ class Thinking(StrEnum):
     epilog="Exit codes: 0 done; 2 the file, the prompt or the arguments are wrong; 4 memory or the device is missing; "
     "70 a bug; 130 interrupted.",
 )
+@guarded
 def run_command(
     model: Annotated[Path, typer.Argument(metavar="MODEL.gguf", help="File to run.", show_default=False)],
     prompt: Annotated[
@@ -207,12 +208,7 @@ def run_command(
         kv_type=kv_type.value,
         index_type=index_type.value,
     )
-    try:
-        return run_model(options)
-    except BrokenPipeError:
-        # The reader of stdout left (for example `| head`): no error, though typer would exit with 1.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ExitCode.OK
+    return run_model(options)
 
 
 def _prompt_text(prompt: str | None, file: str | None, raw: bool) -> str | None:
@@ -247,10 +243,6 @@ def _refuse(why: str, given: dict[str, bool]) -> None:
 
 def main() -> NoReturn:
     """Entry point of m3-run."""
-    for stream in (sys.stdout, sys.stderr):
-        # A character that the terminal's encoding lacks must not end the chat.
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
     run(app, NAME)
 
 

@@ -1,19 +1,45 @@
 """What every command shares: one-line errors on stderr, and the exit codes of `m3_runtime.errors`."""
 
+import functools
+import io
 import os
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar, cast
 
 import typer
 
 from m3_runtime.errors import ExitCode, M3Error
 
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def guarded(function: Command) -> Command:
+    """A command that ends quietly when the reader of stdout leaves, as in `| head`, and on Ctrl-C.
+
+    typer itself would exit with 1 for the one, and print an empty line for the other.
+    """
+
+    @functools.wraps(function)
+    def run_guarded(*args: Any, **kwargs: Any) -> Any:
+        try:
+            result = function(*args, **kwargs)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            # Nothing more can be said there; what is still buffered must not raise again at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return ExitCode.OK
+        except KeyboardInterrupt:
+            return ExitCode.INTERRUPTED
+        return result
+
+    return cast(Command, run_guarded)
+
 
 def new_app() -> typer.Typer:
-    """A typer application without boxes, completion options or rich tracebacks."""
+    """An application without boxes, completion options or rich tracebacks."""
     return typer.Typer(
         add_completion=False,
         rich_markup_mode=None,
@@ -32,18 +58,21 @@ def run(app: typer.Typer, name: str, argv: list[str] | None = None) -> NoReturn:
 
     argv: arguments without the program name; None takes those of the process.
     """
+    for stream in (sys.stdout, sys.stderr):
+        # A character that the terminal's encoding lacks must not end the command.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     sys.exit(_exit_code(lambda: app(args=argv, prog_name=name, standalone_mode=False), name))
 
 
 def _exit_code(call: Callable[[], Any], name: str) -> int:
     try:
         result = call()
-        sys.stdout.flush()
     except Exception as error:
         return _report(name, error)
     except KeyboardInterrupt:
         return _interrupted(name)
-    # typer turns Ctrl-C into a result of its own: the exit code, without a word.
+    # From a guarded command, or from typer, which makes Ctrl-C a result of its own without a word.
     if result == ExitCode.INTERRUPTED:
         return _interrupted(name)
     return int(result) if isinstance(result, int) else ExitCode.OK
@@ -67,10 +96,6 @@ def _report(name: str, error: Exception) -> int:
     if isinstance(error, M3Error):
         print(f"{name}: {one_line(str(error))}", file=sys.stderr)
         return error.exit_code
-    if isinstance(error, BrokenPipeError):
-        # The reader of stdout left (for example `| head`); nothing more can be said there.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ExitCode.OK
     if isinstance(error, MemoryError):
         print(f"{name}: not enough memory", file=sys.stderr)
         return ExitCode.MACHINE

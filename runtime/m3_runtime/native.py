@@ -65,7 +65,7 @@ _ERRORS: Final[dict[int, type[M3Error]]] = {
     lib.M3_ERROR_CONTEXT: ContextError,
     lib.M3_ERROR_NOT_FINITE: NotFiniteError,
     lib.M3_ERROR_CANCELLED: CancelledError,
-    lib.M3_ERROR_UNSUPPORTED: InputError,
+    lib.M3_ERROR_UNSUPPORTED: MachineError,
     lib.M3_ERROR_UNBOUND: InputError,
 }
 

@@ -9,7 +9,7 @@ import pytest
 
 from golden.cases import CASES, MIN_BLOCK_GAP, MIN_EXPERT_GAP, GoldenCase, shard_hashes
 from m3_convert import cli as convert_cli
-from m3_runtime import InputError, Model, command
+from m3_runtime import MachineError, Model, command
 from make_checkpoint import make_checkpoint
 
 TOLERANCE = 2e-4  #: of a logit; the logits have a standard deviation of 3
@@ -170,7 +170,7 @@ def test_every_instruction_set_equals_transformers(golden, isa):
     path = golden.convert("f32")
     try:
         Model(path, isa=isa).close()
-    except InputError as error:
+    except MachineError as error:
         pytest.skip(str(error))
     assert_equals_reference(golden, evaluate(golden, path, [golden.case.n_tokens], isa=isa, kv_type="f32"))
 

@@ -355,9 +355,9 @@ def file_cases() -> list[Case]:
         ),
         Case("one byte short", good[:-1], "'second.weight'.*bytes"),
         Case("cut in half", good[: len(good) // 2], "truncated"),
-        tensor("newline in a name", "99", name="line\nbreak\r\x1b[31m", type=99),
+        tensor("newline in a name", "control characters", name="line\nbreak\r\x1b[31m", type=99),
         tensor("name of broken UTF-8", "99", name=b"\xff\xfe\x80", type=99),
-        key("newline in a key", "13", Key("line\nbreak\x00", raw=struct.pack("<II", 13, 0))),
+        key("newline in a key", "control characters", Key("line\nbreak\x00", raw=struct.pack("<II", 13, 0))),
     ]
 
 

@@ -207,7 +207,7 @@ static void check_refusals(const int32_t *ids) {
   CHECK(out[N * T_VOCAB] == 4242, "the guard after the output was overwritten");
   m3_session_close(s);
   o = plain, o.kv_type = M3_TYPE_Q8_0;
-  CHECK(m3_session_open(model, &o, &s, &err) == M3_ERROR_UNSUPPORTED && !s, "a cache type that is not there");
+  CHECK(m3_session_open(model, &o, &s, &err) == M3_ERROR_ARGUMENT && !s, "a cache type that is not there");
   o = plain, o.context = M3_MAX_CONTEXT, o.sequences = M3_MAX_SEQUENCES;
   CHECK(m3_session_open(model, &o, &s, &err) == M3_ERROR_MEMORY && !s, "a cache of petabytes: %s", err.message);
   o = plain, o.context = 0;

@@ -123,7 +123,7 @@ def test_a_cache_that_cannot_be_had_is_a_machine_error(model: Model) -> None:
 def test_bad_model_options_are_named(tiny_gguf: Path) -> None:
     with pytest.raises(InputError, match="cpu2"):
         Model(tiny_gguf, device="cpu2")
-    with pytest.raises(InputError, match="built without CUDA"):
+    with pytest.raises(MachineError, match="built without CUDA"):
         Model(tiny_gguf, device="cuda")
     with pytest.raises(InputError, match="sse9"):
         Model(tiny_gguf, isa="sse9")
@@ -159,7 +159,7 @@ def test_the_result_does_not_depend_on_where_pages_lie_or_what_was_there_before(
 def test_instruction_sets_agree(tiny_gguf: Path, model: Model, isa: str) -> None:
     try:
         other = Model(tiny_gguf, isa=isa)
-    except InputError as error:
+    except MachineError as error:
         pytest.skip(str(error))
     with other, other.session(context=256, kv_type="f32") as session, model.session(context=256, kv_type="f32") as s:
         np.testing.assert_allclose(session.eval(IDS), s.eval(IDS), atol=2e-4)
