@@ -82,7 +82,7 @@ class Terminal:
 
 @pytest.fixture
 def terminal(tiny_gguf: Path) -> Iterator[Terminal]:
-    terminal = Terminal(tiny_gguf, "--seed", 1, "--thinking", "enabled", "-n", 500)
+    terminal = Terminal(tiny_gguf, "--temperature", 0, "--thinking", "enabled", "-n", 3000)
     yield terminal
     terminal.close()
 
@@ -148,7 +148,7 @@ def start(*arguments: object) -> subprocess.Popen[bytes]:
 
 @pytest.mark.parametrize("options", [(), ("--json",)], ids=["text", "json"])
 def test_ctrl_c_ends_one_answer_with_130(tiny_gguf: Path, options: tuple[str, ...]):
-    with start(tiny_gguf, "-p", "Hello", "--seed", 1, "--thinking", "disabled", *options) as process:
+    with start(tiny_gguf, "-p", "Hello", "--temperature", 0, "--thinking", "disabled", *options) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stderr.readline()  # the status: the model is loaded
         if not options:
@@ -164,7 +164,7 @@ def test_ctrl_c_ends_one_answer_with_130(tiny_gguf: Path, options: tuple[str, ..
 
 
 def test_a_reader_that_leaves_is_no_error(tiny_gguf: Path):
-    with start(tiny_gguf, "-p", "Hello", "--seed", 1, "--thinking", "disabled") as process:
+    with start(tiny_gguf, "-p", "Hello", "--temperature", 0, "--thinking", "disabled") as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.read(1)
         process.stdout.close()
