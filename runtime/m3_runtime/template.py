@@ -8,7 +8,7 @@ from jinja2 import Template, meta
 from jinja2.exceptions import TemplateSyntaxError
 
 from m3_runtime.errors import InputError
-from m3_runtime.sandbox import RefusedError, TemplateEnvironment, budget
+from m3_runtime.sandbox import RefusedError, TemplateEnvironment
 
 MAX_TEMPLATE_CHARACTERS = 1 << 20
 
@@ -59,17 +59,16 @@ class ChatTemplate:
         the template, for example `thinking_mode`.
 
         Raises InputError, with the template's line where it is known, if the template fails, refuses the messages
-        with `raise_exception`, touches what the sandbox forbids, or outgrows the sandbox's budgets.
+        with `raise_exception`, or touches what the sandbox forbids.
         """
         try:
-            with budget():
-                return self._template.render(
-                    dict(variables or {}),
-                    messages=[_with_reasoning(message) for message in messages],
-                    tools=tools,
-                    documents=None,
-                    add_generation_prompt=add_generation_prompt,
-                )
+            return self._template.render(
+                dict(variables or {}),
+                messages=[_with_reasoning(message) for message in messages],
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+            )
         except Exception as error:
             raise InputError(_message(error)) from None
 
