@@ -94,7 +94,7 @@ def convert(plan: Plan, header: bytes, out: Path, threads: int = 0) -> Result:
         _check_written(part, plan, n_bytes, len(header))
         part.replace(target)
     _sync_folder(target.parent)
-    return Result(target, n_bytes, time.monotonic() - start)
+    return Result(out, n_bytes, time.monotonic() - start)
 
 
 def _part_path(target: Path) -> Path:

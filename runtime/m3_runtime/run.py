@@ -207,7 +207,6 @@ class Run:
         if self._options.as_json:
             print(json.dumps(self._report(answer, prompt, context, plan), indent=2))
         if answer.finish is FinishReason.INTERRUPTED:
-            _say("interrupted")
             return ExitCode.INTERRUPTED
         if answer.finish is FinishReason.CONTEXT:
             _say(f"context full: {generator.used}/{context} tokens, the answer is cut")
