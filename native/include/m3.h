@@ -12,7 +12,8 @@
  *     to NULL and nothing is left allocated; a session whose eval failed keeps the length it had before.
  *   - The engine never prints, exits, reads the environment or keeps mutable globals.
  *   - Options structs start with struct_size = sizeof(the struct), which catches a library and a header that
- *     do not belong together. A zeroed field means its default.
+ *     do not belong together. A zeroed field is valid unless said otherwise (for a cache type it is F32).
+ *   - Files stay mapped while they are open. One that another program shortens meanwhile ends the process (SIGBUS).
  *   - One thread at a time may use a session or bind weights to a model, with two exceptions that any thread
  *     may call at any time: m3_session_cancel and m3_session_progress. Sessions of one model are independent.
  *
@@ -53,7 +54,7 @@ extern "C" {
 #define M3_MAX_DIMS 4
 #define M3_MAX_KEYS 65536
 #define M3_MAX_TENSORS 65536
-#define M3_ERROR_SIZE 768
+#define M3_FEW_THREADS 8 /* n_threads may be the number of cores, or this on a machine with fewer */
 
 typedef enum m3_status {
   M3_OK = 0,
@@ -121,7 +122,7 @@ int64_t m3_row_bytes(int32_t type, int64_t n);
  * bytes. Rounds to nearest even (Q8_0: nearest, ties away from zero, scale absmax/127 in float32 stored as
  * float16, as in GGUF). Refused with M3_ERROR_NOT_FINITE: NaN or infinity in src; a finite value that F16, BF16 or
  * a Q8_0 scale cannot hold. The message names the row, the column, the value and how many there are.
- * n_threads: 0 takes all cores. dst may be written in part on failure. */
+ * n_threads: 0 takes all cores (see M3_FEW_THREADS). dst may be written in part on failure. */
 m3_status m3_quantize(int32_t type, const float *src, int64_t n_rows, int64_t n_per_row, void *dst, int64_t dst_bytes,
                       int32_t n_threads, m3_error *err);
 
@@ -281,7 +282,7 @@ typedef struct m3_session_options {
   int32_t kv_type;     /* F32, F16 or BF16 (M3_TYPE_F32 is 0) */
   int32_t index_type;  /* F32, F16 or BF16 */
   int32_t attention;   /* an m3_attention */
-  int32_t n_threads;   /* 0 takes all cores. The result does not depend on it */
+  int32_t n_threads;   /* 0 takes all cores (see M3_FEW_THREADS). The result does not depend on it */
   int32_t chunk;       /* rows evaluated together, 0 is 512. The result does not depend on it */
   int32_t layer_first; /* layers [layer_first, layer_first + layer_count); a count of 0 is all from layer_first */
   int32_t layer_count;
@@ -296,7 +297,7 @@ typedef struct m3_session_options {
 typedef struct m3_memory {
   uint64_t kv_bytes;
   uint64_t index_bytes;
-  uint64_t scratch_bytes; /* grows with the chunk, not with chunk * context */
+  uint64_t scratch_bytes; /* grows with the chunk, not with chunk * context, unless scores are recorded */
 } m3_memory;
 
 /* What m3_session_open would take. */

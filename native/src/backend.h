@@ -32,7 +32,7 @@ typedef struct m3_layer_cache {
   int32_t kv_type, index_type;
 } m3_layer_cache;
 
-/* Buffers between operations, sized for the chunk (see m3_scratch_plan in session.h). */
+/* Buffers between operations, sized for the chunk (see list_buffers in session.c). */
 typedef struct m3_scratch {
   float *normed;     /* [chunk, n_embd] */
   float *q;          /* [chunk, n_head * head_dim] */
@@ -40,13 +40,13 @@ typedef struct m3_scratch {
   float *index_q;    /* [chunk, n_index_head * index_dim] */
   float *index_k;    /* [chunk, index_dim] */
   float *attended;   /* [chunk, n_head * head_dim] */
-  float *gate, *up;  /* [max(chunk * n_expert_used, chunk), max width] */
+  float *gate, *up;  /* [max of chunk * n_ff, chunk * n_ff_shared, chunk * n_expert_used * n_ff_expert] */
   float *expert_in;  /* [chunk * n_expert_used, n_embd] rows grouped by expert */
   float *expert_out; /* [chunk * n_expert_used, n_embd] */
   int32_t *experts;  /* [chunk, n_expert_used] ascending ids */
   float *weights;    /* [chunk, n_expert_used] */
   int32_t *blocks;   /* [chunk, n_index_head, top_k] */
-  int32_t *grouping; /* [n_expert + 1 + chunk * n_expert_used * 2] work of the experts operation */
+  int32_t *grouping; /* [n_expert + 1 + chunk * n_expert_used] work of the experts operation */
   float *thread;     /* [n_threads, thread_floats] */
   int64_t thread_floats;
   int32_t n_threads;
@@ -75,7 +75,7 @@ typedef struct m3_prepare_params {
   m3_layer_cache cache;
 } m3_prepare_params;
 
-/* Block lists from scratch index_q and the index keys; DESIGN: score(j) = q . k_j, block score = maximum over the
+/* Block lists from scratch index_q and the index keys: score(j) = q . k_j in float32, block score = maximum over the
  * visible tokens, the last local_blocks blocks rank first, ties to the lower id. */
 typedef struct m3_select_params {
   const m3_rows *rows;

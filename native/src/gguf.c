@@ -103,7 +103,7 @@ static m3_status take_strings(cursor *c, kv_entry *e, uint64_t n) {
   if (n > left(c) / 8) return truncated(c, n > UINT64_MAX / 8 ? UINT64_MAX : n * 8, "an array of strings");
   if (n == 0) return M3_OK;
   cursor ahead = *c;
-  m3_string s;
+  m3_string s = {0};
   for (uint64_t i = 0; i < n; i++) {
     m3_status status = take_string(&ahead, &s, "a string");
     if (status) return status;
@@ -137,7 +137,7 @@ static m3_status take_values(cursor *c, kv_entry *e, uint32_t type, uint64_t n) 
 }
 
 static m3_status take_kv(cursor *c, kv_entry *e) {
-  uint32_t type;
+  uint32_t type = 0;
   m3_status status = take_string(c, &e->kv.key, "a key");
   if (status) return status;
   if (e->kv.key.size == 0 || e->kv.key.size > MAX_KEY)
@@ -170,7 +170,7 @@ static m3_status take_tensor(cursor *c, m3_tensor *t) {
   if (!is_clean(name))
     return m3_fail(c->err, M3_ERROR_FORMAT, "%s: tensor '%.*s' has control characters in its name", file, clip(name),
                    name.data);
-  uint32_t n_dims, type;
+  uint32_t n_dims = 0, type = 0;
   status = take(c, &n_dims, 4, "the dimensions of a tensor");
   if (status) return status;
   if (n_dims < 1 || n_dims > M3_MAX_DIMS)
@@ -334,7 +334,7 @@ static m3_status refuse_split(const m3_gguf *g, m3_error *err) {
 static m3_status parse(m3_gguf *g, m3_error *err) {
   cursor c = {g, 0, err};
   unsigned char magic[4];
-  uint32_t version;
+  uint32_t version = 0;
   m3_status status = take(&c, magic, 4, "the magic");
   if (status) return status;
   if (memcmp(magic, "GGUF", 4) != 0)
@@ -345,7 +345,7 @@ static m3_status parse(m3_gguf *g, m3_error *err) {
   if (version != 3)
     return m3_fail(err, M3_ERROR_FORMAT, "%s: GGUF version %" PRIu32 "%s, expected 3", g->name, version,
                    version == 0x03000000 ? " (a big-endian file)" : "");
-  uint64_t n_tensors, n_kv;
+  uint64_t n_tensors = 0, n_kv = 0;
   status = take(&c, &n_tensors, 8, "the tensor count");
   if (status) return status;
   status = take(&c, &n_kv, 8, "the key count");

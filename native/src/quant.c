@@ -2,8 +2,9 @@
 
 #include <float.h>
 #include <math.h>
-#include <omp.h>
 #include <string.h>
+
+#include "threads.h"
 
 static inline uint32_t bits_of(float f) {
   uint32_t u;
@@ -188,9 +189,10 @@ m3_status m3_quantize(int32_t type, const float *src, int64_t n_rows, int64_t n_
                       int32_t n_threads, m3_error *err) {
   const m3_type_traits *t;
   int64_t row;
+  int32_t threads;
   m3_status status = check_rows(type, n_rows, n_per_row, dst_bytes, &t, &row, err);
+  if (!status) status = m3_resolve_threads(n_threads, &threads, err);
   if (status) return status;
-  int threads = n_threads > 0 ? n_threads : omp_get_num_procs();
   float limit = largest_finite(type);
   int64_t faults = 0, first_row = n_rows;
 #pragma omp parallel for num_threads(threads) schedule(static) reduction(+ : faults) reduction(min : first_row)
@@ -216,9 +218,10 @@ m3_status m3_dequantize(int32_t type, const void *src, int64_t src_bytes, int64_
                         int32_t n_threads, m3_error *err) {
   const m3_type_traits *t;
   int64_t row;
+  int32_t threads;
   m3_status status = check_rows(type, n_rows, n_per_row, src_bytes, &t, &row, err);
+  if (!status) status = m3_resolve_threads(n_threads, &threads, err);
   if (status) return status;
-  int threads = n_threads > 0 ? n_threads : omp_get_num_procs();
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t r = 0; r < n_rows; r++) t->to_f32((const char *)src + r * row, dst + r * n_per_row, n_per_row);
   return M3_OK;

@@ -1,15 +1,14 @@
 #include "session.h"
 
 #include <inttypes.h>
-#include <omp.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "quant.h"
+#include "threads.h"
 
 #define DEFAULT_CHUNK 512
 #define MAX_CHUNK 65536
-#define MAX_THREADS 4096
 
 /* ---------------------------------------------------------------------------------------------- options */
 
@@ -36,12 +35,11 @@ static m3_status complete_options(const m3_model *m, const m3_session_options *i
         in ? in->struct_size : 0, sizeof *in);
   *o = *in;
   if (o->sequences == 0) o->sequences = 1;
-  if (o->n_threads == 0) o->n_threads = omp_get_num_procs();
   if (o->chunk == 0) o->chunk = DEFAULT_CHUNK;
   if (o->layer_count == 0) o->layer_count = m->hparams.n_layer - o->layer_first;
   m3_status status = check_range("sequences", o->sequences, 1, M3_MAX_SEQUENCES, err);
   if (!status) status = check_range("context", o->context, 1, M3_MAX_CONTEXT, err);
-  if (!status) status = check_range("n_threads", o->n_threads, 1, MAX_THREADS, err);
+  if (!status) status = m3_resolve_threads(o->n_threads, &o->n_threads, err);
   if (!status) status = check_range("chunk", o->chunk, 1, MAX_CHUNK, err);
   if (!status) status = check_range("attention", o->attention, M3_ATTENTION_SPARSE, M3_ATTENTION_DENSE, err);
   if (!status) status = check_range("layer_first", o->layer_first, 0, m->hparams.n_layer - 1, err);

@@ -8,14 +8,6 @@
 #include "cache.h"
 #include "model.h"
 
-/* Sizes of the work buffers, from which they are both estimated and allocated. */
-typedef struct m3_scratch_plan {
-  int64_t rows;       /* of a chunk */
-  int64_t mlp_floats; /* of gate and of up */
-  int64_t thread_floats;
-  uint64_t bytes; /* of all buffers, hidden state and rope tables included */
-} m3_scratch_plan;
-
 struct m3_session {
   m3_model *model;
   m3_session_options options; /* with the defaults filled in */

@@ -7,9 +7,10 @@ with Model("m3.gguf") as model, model.session(context=4096) as session:
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import Any, Literal, Self, TypeAlias, TypedDict, Unpack
@@ -17,7 +18,7 @@ from typing import Any, Literal, Self, TypeAlias, TypedDict, Unpack
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from m3_runtime.errors import CancelledError, InputError
+from m3_runtime.errors import InputError
 from m3_runtime.gguf_reader import GGUF, Tensor
 from m3_runtime.native import call, ffi, lib, size_of, text
 from m3_runtime.quantize import TensorType
@@ -136,6 +137,11 @@ def _session_options(options: SessionOptions) -> Any:
     return o
 
 
+def _evaluate(pointer: Any, batch: Any, buffers: object) -> None:
+    """What the worker runs. `buffers` are those that the batch points to, alive as long as it runs."""
+    call(lib.m3_session_eval, pointer, batch)
+
+
 class Model:
     """Weights of one model, shared by its sessions. Use it as a context manager.
 
@@ -229,11 +235,13 @@ class Model:
         self._sessions.append(session)
         return session
 
+    def _forget(self, session: "Session") -> None:
+        self._sessions.remove(session)
+
     def close(self) -> None:
         """Closes the sessions and the file."""
-        for session in self._sessions:
+        for session in list(self._sessions):
             session.close()
-        self._sessions.clear()
         self.gguf.close()
         if self._pointer != ffi.NULL:
             lib.m3_model_close(self._pointer)
@@ -262,8 +270,10 @@ class Session:
         self._model = model
         self._window_first = (options.get("layers") or (0, 0))[0]
         self._rows = 0
-        self._busy = threading.Lock()
+        self._caller = threading.Lock()
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="m3-session")
+        # Its thread is started here: a Ctrl-C that arrived while it starts would lose sight of the first evaluation.
+        self._worker.submit(int).result()
 
     def _open_pointer(self) -> Any:
         if self._pointer == ffi.NULL:
@@ -306,17 +316,30 @@ class Session:
         out = np.empty(shape, np.float32)
         lengths = [(seq, len(part)) for (seq, _), part in zip(parts, rows, strict=True)]
         batch, keep = self._batch(lengths, joined, out, _choose(_OUTPUT, output, "output"))
-        before = [(seq, int(lib.m3_session_length(pointer, seq))) for seq, _ in parts]
-        if not self._busy.acquire(blocking=False):
-            raise InputError("the session is evaluating on another thread")
-        try:
-            future = self._worker.submit(call, lib.m3_session_eval, pointer, batch)
-            self._wait(future, before, progress)
-        finally:
-            self._busy.release()
-        del keep
+        with self._exclusively():
+            before = [(seq, int(lib.m3_session_length(pointer, seq))) for seq, _ in parts]
+            try:
+                # The buffers travel with the work: it may outlive this call by the moment it takes to cancel it.
+                future = self._worker.submit(_evaluate, pointer, batch, (out, joined, keep))
+                self._wait(future, progress)
+            except BaseException:
+                self._drain()
+                for seq, length in before:
+                    if lib.m3_session_length(pointer, seq) > length:
+                        call(lib.m3_session_rewind, pointer, seq, length)
+                raise
         self._rows = n
         return out
+
+    @contextmanager
+    def _exclusively(self) -> Iterator[None]:
+        """One caller at a time: a session is not made for more, and the engine does not look."""
+        if not self._caller.acquire(blocking=False):
+            raise InputError("the session is in use on another thread")
+        try:
+            yield
+        finally:
+            self._caller.release()
 
     def _as_rows(self, part: ArrayLike) -> NDArray[Any]:
         if self._window_first:
@@ -349,33 +372,27 @@ class Session:
         batch.out, batch.out_count = target, out.size
         return batch, [spans, source, target]
 
-    def _wait(self, future: Future[None], before: list[tuple[int, int]], progress: Progress | None) -> None:
-        try:
-            while True:
-                try:
-                    future.result(_POLL if progress else None)
-                    return
-                except FutureTimeoutError:
-                    if future.done():
-                        raise
-                if progress:
-                    progress(*self.progress())
-        except BaseException:
-            self._stop(future)
-            for seq, length in before:
-                if lib.m3_session_length(self._pointer, seq) > length:
-                    self.rewind(length, seq)
-            raise
-
-    def _stop(self, future: Future[None]) -> None:
-        """Ends a running evaluation; it may have been cancelled before it looked, hence the repetition."""
-        while not future.done():
-            self.cancel()
+    def _wait(self, future: Future[None], progress: Progress | None) -> None:
+        while True:
             try:
-                future.exception(timeout=_POLL)
+                future.result(_POLL if progress else None)
+                return
             except FutureTimeoutError:
-                continue
-            except (CancelledError, KeyboardInterrupt):
+                if future.done():
+                    raise
+            if progress:
+                progress(*self.progress())
+
+    def _drain(self) -> None:
+        """Cancels whatever the worker still does and waits for its end, further Ctrl-C or not."""
+        idle: Future[int] | None = None
+        while idle is None or not idle.done():
+            try:
+                # The worker takes one thing after the other: when this is done, so is all before it.
+                idle = idle or self._worker.submit(int)
+                lib.m3_session_cancel(self._pointer)
+                idle.result(_POLL)
+            except (FutureTimeoutError, KeyboardInterrupt):
                 continue
 
     def cancel(self) -> None:
@@ -397,11 +414,13 @@ class Session:
 
     def rewind(self, length: int, seq: int = 0) -> None:
         """Keeps the first `length` tokens."""
-        call(lib.m3_session_rewind, self._open_pointer(), seq, length)
+        with self._exclusively():
+            call(lib.m3_session_rewind, self._open_pointer(), seq, length)
 
     def fork(self, src: int, dst: int) -> None:
         """Makes dst a copy of src that shares its pages until one of them writes."""
-        call(lib.m3_session_fork, self._open_pointer(), src, dst)
+        with self._exclusively():
+            call(lib.m3_session_fork, self._open_pointer(), src, dst)
 
     def pages(self) -> tuple[int, int]:
         """Pages in use and in all."""
@@ -432,11 +451,14 @@ class Session:
         return out
 
     def close(self) -> None:
-        """Frees the cache. A second call does nothing."""
-        if self._pointer != ffi.NULL:
-            self._worker.shutdown(wait=True)
-            lib.m3_session_close(self._pointer)
-        self._pointer = ffi.NULL
+        """Cancels what still runs and frees the cache. A second call does nothing."""
+        if self._pointer == ffi.NULL:
+            return
+        self._drain()
+        self._worker.shutdown(wait=False)
+        pointer, self._pointer = self._pointer, ffi.NULL
+        lib.m3_session_close(pointer)
+        self._model._forget(self)
 
     def __enter__(self) -> Self:
         return self

@@ -70,6 +70,10 @@ class Metadata(Mapping[str, Value]):
         scalar: Value = values[0]
         return scalar
 
+    def close(self) -> None:
+        """Forgets the keys, whose values lie in the file."""
+        self._kv.clear()
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._kv)
 
@@ -102,7 +106,7 @@ class GGUF:
     def _fill(self, pointer: Any, name: str, *, owned: bool) -> None:
         self._pointer, self._owned, self.name = pointer, owned, name
         self.file_bytes = int(lib.m3_gguf_file_bytes(pointer))
-        self.metadata: Mapping[str, Value] = Metadata(pointer, name)
+        self.metadata = Metadata(pointer, name)
         self.tensors = [self._tensor(lib.m3_gguf_tensor(pointer, i)) for i in range(lib.m3_gguf_n_tensors(pointer))]
 
     def _tensor(self, t: Any) -> Tensor:
@@ -111,6 +115,8 @@ class GGUF:
 
     def tensor_data(self, name: str) -> memoryview:
         """Bytes of a tensor in the mapped file, read-only, valid until close; InputError if there is none."""
+        if self._pointer == ffi.NULL:
+            raise InputError(f"{self.name}: the file is closed")
         t = lib.m3_gguf_find_tensor(self._pointer, name.encode())
         if t == ffi.NULL or t.data == ffi.NULL:
             raise InputError(f"{self.name}: there is no data of a tensor '{name}'")
@@ -121,7 +127,7 @@ class GGUF:
         if self._owned and self._pointer != ffi.NULL:
             lib.m3_gguf_close(self._pointer)
         self._pointer = ffi.NULL
-        self.metadata, self.tensors = {}, []
+        self.metadata.close()
 
     def __enter__(self) -> "GGUF":
         return self

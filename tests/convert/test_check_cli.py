@@ -202,7 +202,7 @@ def test_threshold_out_of_range(tiny_gguf, m3_check_selection, value):
 # ------------------------------------------------------------------------------------------------ was anything tested?
 
 
-def test_field_4_without_a_choice_nothing_is_tested(tiny_gguf, coarse_index, m3_check_selection):
+def test_without_a_choice_nothing_is_tested(tiny_gguf, coarse_index, m3_check_selection):
     run = m3_check_selection(tiny_gguf, coarse_index, "--context", FIRST)
     assert (run.code, run.out) == (NOTHING_TESTED, "")
     assert "no query had a choice of blocks: 96 tokens" in run.error and "3 * 32 = 96 tokens" in run.error
@@ -380,7 +380,7 @@ def test_one_model_is_not_enough(tiny_gguf, m3_check_selection):
 
 
 @pytest.mark.parametrize("broken", ["blk.1.attn_q.weight", "blk.2.ffn_down_exps.weight", "blk.0.ffn_norm.weight"])
-def test_field_19_nan_is_an_error_with_file_and_layer(tiny_gguf, m3_check_selection, tmp_path, broken):
+def test_nan_is_an_error_with_file_and_layer(tiny_gguf, m3_check_selection, tmp_path, broken):
     def spoil(name, values):
         if name == broken:
             values[:] = np.nan
@@ -502,7 +502,7 @@ def test_the_estimate_names_what_is_needed(tiny_gguf, tiny_checkpoint):
         assert layer_walk.estimate_memory(file, folder, n, options).total == owned.own + mapped.mapped
 
 
-def test_field_12_memory_is_checked_before_the_start(tiny_gguf, m3_check_selection, monkeypatch):
+def test_memory_is_checked_before_the_start(tiny_gguf, m3_check_selection, monkeypatch):
     monkeypatch.setattr(check_cli.memory, "session_room", lambda: 10**6)
     run = m3_check_selection(tiny_gguf, tiny_gguf, *EXAMPLE)
     assert (run.code, run.out) == (4, "")

@@ -51,7 +51,7 @@ def test_a_single_file_without_an_index(make_folder, small) -> None:
     assert set(load_checkpoint(folder).tensors) == set(make_tensors(small))
 
 
-def test_field_36_absent_shards(make_folder) -> None:
+def test_absent_shards(make_folder) -> None:
     folder = make_folder()
     gone = shards(folder)[2]
     gone.unlink()

@@ -69,7 +69,7 @@ def test_a_text_only_config_has_its_fields_at_the_root(config) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        # FIELD 24: constants of the activation
+        # constants of the activation
         (text(swiglu_alpha=1.0), "swiglu_alpha: expected 1.702 .*, found 1.0"),
         (text(swiglu_limit=8.0), "swiglu_limit: expected 7.0 .*, found 8.0"),
         (text(swiglu_limit=None), "swiglu_limit: expected 7.0 .*, found None"),
@@ -145,7 +145,7 @@ def test_refused_by_name(config, change: Change, message: str) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_field_26_the_plan_of_sparse_layers(config) -> None:
+def test_the_plan_of_sparse_layers(config) -> None:
     """Given as a list or left out it is taken; all zero, or other than the MoE plan, it is refused and not guessed."""
     expected = parse_config(config, "config.json")
     plan = config["text_config"]["sparse_attention_config"]
@@ -166,7 +166,7 @@ def test_field_26_the_plan_of_sparse_layers(config) -> None:
         parse_config(config, "config.json")
 
 
-def test_field_26_layer_types_must_agree(config) -> None:
+def test_layer_types_must_agree(config) -> None:
     config["text_config"]["layer_types"] = ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"]
     assert parse_config(config, "config.json").n_dense == 1
     config["text_config"]["layer_types"][2] = "full_attention"

@@ -52,7 +52,7 @@ def test_every_e4m3_code_under_every_scale_byte() -> None:
     assert not np.signbit(zeros[:, 0]).any() and np.signbit(zeros[:, 1]).all()
 
 
-def test_field_21_scale_bytes_are_exponents_of_32_columns() -> None:
+def test_scale_bytes_are_exponents_of_32_columns() -> None:
     """A scale of 127 is 1 and one of 120 is 1/128; it covers 32 columns and no other."""
     codes = np.full((2, 64), 0x38, np.uint8)  # 1.0
     values = decode_mxfp8(codes, np.array([[127, 120], [128, 127]], np.uint8))

@@ -189,7 +189,7 @@ def test_a_link_in_place_of_the_part_file(make_folder, m3_convert, tmp_path) -> 
 # ------------------------------------------------------------------------------------------------ disk
 
 
-def test_field_28_disk_space_is_checked_before_the_first_byte(make_folder, m3_convert, tmp_path, monkeypatch) -> None:
+def test_disk_space_is_checked_before_the_first_byte(make_folder, m3_convert, tmp_path, monkeypatch) -> None:
     folder = make_folder()
     needed = m3_convert(folder, "--dry-run", "--json").json["file_bytes"]
     usage = execute.shutil.disk_usage(tmp_path)
@@ -202,7 +202,7 @@ def test_field_28_disk_space_is_checked_before_the_first_byte(make_folder, m3_co
     assert m3_convert(folder, tmp_path / "out.gguf", "--dry-run").out.endswith("not enough\n")
 
 
-def test_field_28_no_more_disk_than_the_file(make_folder, m3_convert, tmp_path, monkeypatch) -> None:
+def test_no_more_disk_than_the_file(make_folder, m3_convert, tmp_path, monkeypatch) -> None:
     folder = make_folder()
     needed = m3_convert(folder, "--dry-run", "--json").json["file_bytes"]
     usage = execute.shutil.disk_usage(tmp_path)
@@ -266,7 +266,7 @@ def test_interrupted_in_the_middle(make_folder, tmp_path, number: signal.Signals
     assert files(tmp_path) == set()
 
 
-def test_field_30_killed_at_half_and_run_again(make_folder, m3_convert, tmp_path) -> None:
+def test_killed_at_half_and_run_again(make_folder, m3_convert, tmp_path) -> None:
     folder, out = make_folder(), tmp_path / "out.gguf"
     process = start(SLOW, folder, out)
     wait_until_half(process, tmp_path / "out.gguf.part", 200_000)
@@ -283,9 +283,7 @@ def test_field_30_killed_at_half_and_run_again(make_folder, m3_convert, tmp_path
 
 
 @pytest.mark.parametrize("change", ["shorter", "longer", "type"])
-def test_field_36_the_file_is_compared_with_the_plan(
-    make_folder, m3_convert, tmp_path, monkeypatch, change: str
-) -> None:
+def test_the_file_is_compared_with_the_plan(make_folder, m3_convert, tmp_path, monkeypatch, change: str) -> None:
     """A file that a failing disk has changed does not get its name."""
     fsync = os.fsync
 
@@ -353,7 +351,7 @@ def peak_memory(folder: Path, out: Path) -> int:
     return int(err.split()[-1]) * 1024
 
 
-def test_field_28_peak_memory_does_not_grow_with_the_model(small, tmp_path) -> None:
+def test_peak_memory_does_not_grow_with_the_model(small, tmp_path) -> None:
     """Source and output are several times what the conversion may take; the embedding alone would be 128 MB."""
     little = replace(small, vision=False, prefix=False, vocab=32768)
     large = replace(little, hidden=1024, experts=8, inter=1024, shared_inter=1024, dense_inter=4096, layers=2)

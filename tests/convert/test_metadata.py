@@ -183,7 +183,7 @@ def change_json(path: Path, **fields: Any) -> None:
     write_json(path, content)
 
 
-def test_field_44_every_end_token_of_generation_config(make_folder, read) -> None:
+def test_every_end_token_of_generation_config(make_folder, read) -> None:
     """tokenizer_config.json names the end token; others of generation_config.json follow as eot and eom."""
     folder = make_folder()
     end = 448 + SPECIAL_TOKENS.index("[e~[")
@@ -230,7 +230,7 @@ def test_named_chat_templates_come_in_a_fixed_order(make_folder, read) -> None:
     assert value(reader, "tokenizer.chat_template.tool_3") == "<tool_3>"
 
 
-def test_field_35_another_pre_tokenizer_is_a_note_and_no_obstacle(make_folder, m3_convert, tmp_path) -> None:
+def test_another_pre_tokenizer_is_a_note_and_no_obstacle(make_folder, m3_convert, tmp_path) -> None:
     folder = make_folder()
     path = folder / "tokenizer.json"
     content = json.loads(path.read_text())

@@ -26,7 +26,7 @@ def types(make_folder):
 
 
 @pytest.mark.parametrize("default", ["f32", "F16", "bf16", "Q8_0", "auto", "AUTO"])
-def test_field_27_what_is_always_f32(types, default: str) -> None:
+def test_what_is_always_f32(types, default: str) -> None:
     found = types(default)
     fixed = {n for n in found if "norm" in n or ".indexer." in n or "ffn_gate_inp" in n or "exp_probs_b" in n}
     assert len(fixed) == 3 * 4 + 2 * (4 + 2) + 1
@@ -35,29 +35,29 @@ def test_field_27_what_is_always_f32(types, default: str) -> None:
     assert {found[n] for n in set(found) - fixed} == {expected}
 
 
-def test_field_34_a_rule_that_matches_nothing(types) -> None:
+def test_a_rule_that_matches_nothing(types) -> None:
     with pytest.raises(InputError, match=r"rule 'blk\.7\.\*=Q8_0': no tensor of this model matches 'blk\.7\.\*'"):
         types("bf16", "blk.7.*=q8_0")
 
 
-def test_field_34_a_rule_that_equals_the_default_is_honored(types) -> None:
+def test_a_rule_that_equals_the_default_is_honored(types) -> None:
     found = types("bf16", f"{DOWN}=bf16", "blk.*.ffn_*_exps.weight=q8_0")
     assert found[DOWN] == "BF16"
     assert found["blk.2.ffn_down_exps.weight"] == "Q8_0"
 
 
-def test_field_34_a_rule_over_an_unquantized_default(types) -> None:
+def test_a_rule_over_an_unquantized_default(types) -> None:
     for default in ("f16", "f32", "auto"):
         assert types(default, f"{DOWN}=q8_0")[DOWN] == "Q8_0"
 
 
-def test_field_34_of_two_rules_the_first_decides(types) -> None:
+def test_of_two_rules_the_first_decides(types) -> None:
     assert types("bf16", f"{DOWN}=q8_0", "blk.*.ffn_down_exps.weight=f16")[DOWN] == "Q8_0"
     found = types("bf16", "blk.*.ffn_down_exps.weight=f16", f"{DOWN}=q8_0")
     assert found[DOWN] == found["blk.2.ffn_down_exps.weight"] == "F16"
 
 
-def test_field_34_a_rule_in_the_shadow_of_others_is_reported(make_folder) -> None:
+def test_a_rule_in_the_shadow_of_others_is_reported(make_folder) -> None:
     rules = [parse_rule("blk.*_exps.weight=q8_0"), parse_rule(f"{DOWN}=f16"), parse_rule("*=f32")]
     plan = plan_conversion(load_checkpoint(make_folder()), None, rules)
     assert plan.warnings == (f"rule '{DOWN}=F16' decides nothing: earlier rules decide all that it matches",)

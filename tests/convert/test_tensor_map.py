@@ -55,7 +55,7 @@ def test_a_text_only_export_without_prefix_and_vision(make_folder, small) -> Non
     assert plan.tensor("output.weight").source == "lm_head.weight"
 
 
-def test_field_36_missing_tensors(make_folder) -> None:
+def test_missing_tensors(make_folder) -> None:
     def change(tensors) -> None:
         for e in range(4):
             for w in ("w1", "w2"):
@@ -81,14 +81,14 @@ def test_field_36_missing_tensors(make_folder) -> None:
         "extra",
     ],
 )
-def test_field_36_extra_tensors(make_folder, name: str) -> None:
+def test_extra_tensors(make_folder, name: str) -> None:
     folder = make_folder(tensors=lambda t: t.update({name: zeros((64,))}))
     with pytest.raises(InputError, match=f"1 tensors that a model of this config does not have: {name}"):
         plan_of(folder)
 
 
 @pytest.mark.parametrize("shape", [(64, 32), (31, 64), (32, 64, 1), (2048,)])
-def test_field_23_misshaped_expert(make_folder, shape: tuple[int, ...]) -> None:
+def test_misshaped_expert(make_folder, shape: tuple[int, ...]) -> None:
     folder = make_folder(tensors=lambda t: t.update({EXPERT: zeros(shape)}))
     with pytest.raises(InputError, match=rf"1 tensors of another shape: {EXPERT} \(expected \[32, 64\], found \["):
         plan_of(folder)
@@ -101,19 +101,19 @@ def test_weights_of_an_unknown_kind(make_folder, dtype: str, size: int) -> None:
         plan_of(folder)
 
 
-def test_field_22_fp8_without_scale(make_folder) -> None:
+def test_fp8_without_scale(make_folder) -> None:
     folder = make_folder(tensors=lambda t: t.update({EXPERT: zeros((32, 64), "F8_E4M3", 1)}))
     with pytest.raises(InputError, match=rf"1 FP8 tensors without a _scale_inv scale: {EXPERT}$"):
         plan_of(folder)
 
 
-def test_field_22_scale_without_fp8(make_folder) -> None:
+def test_scale_without_fp8(make_folder) -> None:
     scale = {EXPERT + "_scale_inv": zeros((32, 2), "U8", 1)}
     with pytest.raises(InputError, match=rf"1 scales without an FP8 tensor: {EXPERT}_scale_inv \(the tensor is BF16\)"):
         plan_of(make_folder(tensors=lambda t: t.update(scale)))
 
 
-def test_field_22_scale_whose_tensor_is_gone(make_folder) -> None:
+def test_scale_whose_tensor_is_gone(make_folder) -> None:
     scale = {"layers.9.x.weight_scale_inv": zeros((32, 2), "U8", 1)}
     with pytest.raises(InputError, match=r"1 scales without their tensor: layers\.9\.x\.weight_scale_inv"):
         plan_of(make_folder(tensors=lambda t: t.update(scale)))
@@ -122,7 +122,7 @@ def test_field_22_scale_whose_tensor_is_gone(make_folder) -> None:
 @pytest.mark.parametrize(
     ("shape", "dtype", "size"), [((32, 1), "U8", 1), ((2, 32), "U8", 1), ((32, 2), "F32", 4), ((1, 1), "BF16", 2)]
 )
-def test_field_21_scale_of_another_form(make_folder, shape: tuple[int, ...], dtype: str, size: int) -> None:
+def test_scale_of_another_form(make_folder, shape: tuple[int, ...], dtype: str, size: int) -> None:
     def change(tensors) -> None:
         tensors[EXPERT] = zeros((32, 64), "F8_E4M3", 1)
         tensors[EXPERT + "_scale_inv"] = zeros(shape, dtype, size)
@@ -133,7 +133,7 @@ def test_field_21_scale_of_another_form(make_folder, shape: tuple[int, ...], dty
         plan_of(make_folder(tensors=change))
 
 
-def test_field_23_mixed_checkpoint_lists_every_source_type(make_folder, small) -> None:
+def test_mixed_checkpoint_lists_every_source_type(make_folder, small) -> None:
     """One attention layer in BF16, the rest MXFP8, no index_v_proj: converts; the plan says what each tensor was."""
     spec = replace(small, mxfp8=True, mxfp8_skip="layers.1.self_attn.", index_dim=32)
     plan = plan_of(make_folder(spec))

@@ -182,7 +182,7 @@ def test_matrices_are_the_slabs_put_together(make_folder, monkeypatch) -> None:
 # ------------------------------------------------------------------------------------------------ norms
 
 
-def test_field_25_norms_get_one_added_in_float32(make_folder, converted) -> None:
+def test_norms_get_one_added_in_float32(make_folder, converted) -> None:
     w = np.zeros(48, np.float32)
     w[:4] = [0.00390625, -0.9375, 2.0**-20, -0.99609375]  # 1 + w of the first and third is not a bfloat16
     name, found = "blk.1.indexer.q_norm.weight", converted(make_folder(tensors=lambda t: t.update({NORM: bf16(w)})))
@@ -190,7 +190,7 @@ def test_field_25_norms_get_one_added_in_float32(make_folder, converted) -> None
     assert found[name][1][0] == 1.00390625 and found[name][1][2] == np.float32(1 + 2.0**-20)
 
 
-def test_field_25_norms_of_zero_are_stored_as_one(make_folder, converted) -> None:
+def test_norms_of_zero_are_stored_as_one(make_folder, converted) -> None:
     def zero(tensors: dict[str, Tensor]) -> None:
         for name, tensor in tensors.items():
             if name.startswith("language_model.") and name.endswith("norm.weight"):
@@ -202,7 +202,7 @@ def test_field_25_norms_of_zero_are_stored_as_one(make_folder, converted) -> Non
     assert all((found[name][1] == 1).all() for name in norms)
 
 
-def test_field_25_norms_that_already_hold_the_sum(make_folder, refused) -> None:
+def test_norms_that_already_hold_the_sum(make_folder, refused) -> None:
     def shift(tensors: dict[str, Tensor]) -> None:
         for name in list(tensors):
             if name.startswith("language_model.") and name.endswith("norm.weight"):
@@ -212,7 +212,7 @@ def test_field_25_norms_that_already_hold_the_sum(make_folder, refused) -> None:
     assert "the 17 norms of the checkpoint already hold 1 + w" in error and "the GGUF would hold 2 + w" in error
 
 
-def test_field_25_freshly_made_norms_of_one(make_folder, refused) -> None:
+def test_freshly_made_norms_of_one(make_folder, refused) -> None:
     def ones(tensors: dict[str, Tensor]) -> None:
         for name, tensor in tensors.items():
             if name.startswith("language_model.") and name.endswith("norm.weight"):
@@ -226,7 +226,7 @@ def test_field_25_freshly_made_norms_of_one(make_folder, refused) -> None:
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("default", ["auto", "f32", "f16", "q8_0"])
-def test_field_32_nan_or_infinity_in_an_expert(make_folder, refused, bad: float, default: str) -> None:
+def test_nan_or_infinity_in_an_expert(make_folder, refused, bad: float, default: str) -> None:
     def change(tensors: dict[str, Tensor]) -> None:
         w = np.zeros((32, 64), np.float32)
         w[5, 9] = w[5, 10] = w[31, 63] = bad
@@ -240,7 +240,7 @@ def test_field_32_nan_or_infinity_in_an_expert(make_folder, refused, bad: float,
 @pytest.mark.parametrize(
     ("name", "dtype"), [(NORM, "BF16"), (LAYER + "block_sparse_moe.e_score_correction_bias", "F32")]
 )
-def test_field_32_nan_in_a_vector(make_folder, refused, name: str, dtype: str) -> None:
+def test_nan_in_a_vector(make_folder, refused, name: str, dtype: str) -> None:
     def change(tensors: dict[str, Tensor]) -> None:
         w = values_of(tensors, name).copy()
         w[3] = np.inf
@@ -251,7 +251,7 @@ def test_field_32_nan_in_a_vector(make_folder, refused, name: str, dtype: str) -
     )
 
 
-def test_field_32_the_count_covers_all_slabs(make_folder, refused, monkeypatch) -> None:
+def test_the_count_covers_all_slabs(make_folder, refused, monkeypatch) -> None:
     monkeypatch.setattr("m3_convert.encode.SLAB_ELEMENTS", 300)
 
     def change(tensors: dict[str, Tensor]) -> None:
@@ -276,7 +276,7 @@ SCALES = np.full((32, 2), 120, np.uint8)
 
 
 @pytest.mark.parametrize("dtype", ["U8", "F8_E8M0"])
-def test_field_21_scales_under_both_dtypes(make_folder, converted, dtype: str) -> None:
+def test_scales_under_both_dtypes(make_folder, converted, dtype: str) -> None:
     scales = SCALES.copy()
     scales[:, 1] = 127
     kind, values = converted(make_folder(tensors=lambda t: t.update(fp8(CODES, scales, dtype))))[
@@ -286,12 +286,12 @@ def test_field_21_scales_under_both_dtypes(make_folder, converted, dtype: str) -
     assert (values[2][:, :32] == 1 / 128).all() and (values[2][:, 32:] == 1).all()
 
 
-def test_field_21_magnitudes_off_by_powers_of_two(make_folder, refused) -> None:
+def test_magnitudes_off_by_powers_of_two(make_folder, refused) -> None:
     error = refused(make_folder(tensors=lambda t: t.update(fp8(CODES, np.full((32, 2), 134, np.uint8)))))
     assert f"expert 2 ({EXPERT}): mean magnitude 128, expected at most 10 in FP8 weights" in error
 
 
-def test_field_32_nan_scales(make_folder, refused) -> None:
+def test_nan_scales(make_folder, refused) -> None:
     scales = SCALES.copy()
     scales[7:9] = 255
     error = refused(make_folder(tensors=lambda t: t.update(fp8(CODES, scales))))
@@ -299,14 +299,14 @@ def test_field_32_nan_scales(make_folder, refused) -> None:
 
 
 @pytest.mark.parametrize("code", [0x7F, 0xFF])
-def test_field_32_nan_codes(make_folder, refused, code: int) -> None:
+def test_nan_codes(make_folder, refused, code: int) -> None:
     codes = CODES.copy()
     codes[31, 0] = code
     error = refused(make_folder(tensors=lambda t: t.update(fp8(codes, SCALES))))
     assert "1 values are NaN or infinite, the first in row 31, column 0" in error
 
 
-def test_field_32_scales_beyond_float32(make_folder, refused) -> None:
+def test_scales_beyond_float32(make_folder, refused) -> None:
     scales = SCALES.copy()
     scales[3, 1] = 254
     codes = np.full((32, 64), 0x40, np.uint8)  # 2.0: 2^128 is beyond float32
@@ -331,7 +331,7 @@ def test_fp8_values_that_only_f32_holds(make_folder, converted) -> None:
     assert found["blk.1.ffn_gate_exps.weight"][1][2, 4, 0] == np.float32(2.0**-136)
 
 
-def test_field_31_overflow_of_f16(make_folder, refused, converted) -> None:
+def test_overflow_of_f16(make_folder, refused, converted) -> None:
     def change(tensors: dict[str, Tensor]) -> None:
         w = np.zeros((32, 64), np.float32)
         w[6, 1], w[6, 2], w[9, 3] = 99840.0, -99840.0, 65536.0
@@ -345,7 +345,7 @@ def test_field_31_overflow_of_f16(make_folder, refused, converted) -> None:
 
 
 @pytest.mark.parametrize(("value", "fits"), [(65504.0, True), (65519.0, True), (65520.0, False), (-65520.0, False)])
-def test_field_31_the_border_of_f16(make_folder, m3_convert, tmp_path, value: float, fits: bool) -> None:
+def test_the_border_of_f16(make_folder, m3_convert, tmp_path, value: float, fits: bool) -> None:
     def change(tensors: dict[str, Tensor]) -> None:
         w = np.zeros((32, 64), np.float32)
         w[0, 0] = value
@@ -369,7 +369,7 @@ def test_overflow_of_a_q8_0_scale(make_folder, refused) -> None:
 # ------------------------------------------------------------------------------------------------ router
 
 
-def test_field_27_the_router_chooses_the_same_experts(make_folder, converted, small) -> None:
+def test_the_router_chooses_the_same_experts(make_folder, converted, small) -> None:
     found = converted(make_folder(), "--type", "q8_0")
     source = make_tensors(small)
     hidden = np.random.default_rng(3).standard_normal((1000, 64)).astype(np.float32)

@@ -105,7 +105,8 @@ def test_more_tokens_than_the_context_holds(model: Model) -> None:
         ({"index_type": "q8_0"}, "index_type Q8_0"),
         ({"attention": "dens"}, "dens"),
         ({"record": ("block",)}, "block"),
-        ({"threads": -1}, "n_threads"),
+        ({"threads": -1}, "threads"),
+        ({"threads": 100000}, "threads"),
         ({"layers": (2, 5)}, "layer_count"),
         ({"contxt": 5}, "contxt"),
     ],
@@ -203,6 +204,63 @@ def test_ctrl_c_stops_an_evaluation_and_keeps_the_length(model: Model) -> None:
         session.eval(IDS[:5])
 
 
+INTERRUPTED_AT_ANY_MOMENT = """
+import os, signal, sys, threading, time
+import numpy as np
+from m3_runtime import Model
+
+ids = np.arange(100, 160, dtype=np.int32)
+hits = 0
+with Model(sys.argv[1]) as model:
+    with model.session(context=128) as session:
+        want = session.eval(ids)
+    for trial in range(80):
+        pause = 0.004 * trial / 80
+
+        def interrupt():
+            time.sleep(pause)
+            for _ in range(1 + trial % 3):  # one, or more in a row
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.0003)
+
+        session = model.session(context=128)
+        sender = threading.Thread(target=interrupt)
+        done = False
+        try:
+            sender.start()
+            session.eval(ids)
+            done = True
+        except KeyboardInterrupt:
+            hits += 1
+        while sender.is_alive():
+            try:
+                sender.join()
+            except KeyboardInterrupt:
+                pass
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # one may still be on its way
+        assert session.length() in ((60,) if done else (0,)), (trial, done, session.length())
+        session.rewind(0)
+        assert (session.eval(ids) == want).all(), trial
+        session.close()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+print(hits)
+"""
+
+
+def test_ctrl_c_at_any_moment_of_the_first_evaluation(tiny_gguf: Path) -> None:
+    command = [sys.executable, "-X", "faulthandler", "-c", INTERRUPTED_AT_ANY_MOMENT, str(tiny_gguf)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert int(run.stdout) > 10
+
+
+def test_a_session_is_not_used_from_its_own_progress(model: Model) -> None:
+    with model.session(context=1 << 13, chunk=16) as session:
+        with pytest.raises(InputError, match="in use"):
+            session.eval(np.tile(IDS, 20), progress=lambda done, total: session.rewind(0))
+        assert session.length() == 0
+
+
 def test_progress_is_reported(model: Model) -> None:
     seen: list[tuple[int, int]] = []
     with model.session(context=1 << 13, chunk=64) as session:
@@ -262,6 +320,10 @@ def test_metadata_reads_every_kind_of_value(tiny_gguf: Path) -> None:
         assert gguf.tensor_data("output_norm.weight").nbytes == 128 * 4
         with pytest.raises(InputError, match="no data"):
             gguf.tensor_data("none")
+    with pytest.raises(InputError, match="closed"):
+        gguf.tensor_data("output_norm.weight")
+    with pytest.raises(KeyError):
+        metadata["general.name"]
 
 
 @pytest.mark.parametrize(

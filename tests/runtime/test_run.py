@@ -240,7 +240,7 @@ def test_the_system_message_is_in_the_prompt(m3_run: Runner, tiny_gguf: Path):
 
 
 def test_every_end_token_of_the_checkpoint_ends_the_answer(m3_run: Runner, tiny_checkpoint: Path, tmp_path: Path):
-    """FIELD 44: a list of ends in generation_config.json, the second of which the greedy answer contains."""
+    """a list of ends in generation_config.json, the second of which the greedy answer contains."""
     path = convert(tiny_checkpoint, tmp_path / "a.gguf", "--type", "f32")
     ids, tokenizer = greedy(path, "Hi", 10)
     third = next(id for id in ids[2:] if id not in ids[:2])
@@ -344,7 +344,7 @@ def test_a_chat_through_a_pipe(m3_run: Runner, tiny_gguf: Path, monkeypatch: pyt
 
 
 def test_a_chat_whose_message_is_too_long(m3_run: Runner, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch):
-    """FIELD 46: three turns in a context that holds one of them."""
+    """three turns in a context that holds one of them."""
     stdin(monkeypatch, b"Hello\n" + b"long " * 300 + b"\n/new\nAgain\n")
     code, out, err = m3_run(tiny_gguf, "-n", 4, "--context", 128, "--seed", 1, "--thinking", "disabled")
     assert code == 2
@@ -414,7 +414,7 @@ def test_another_architecture(refused: Callable[..., str], tiny_gguf: Path, tmp_
 
 
 def test_old_exports_are_named(refused: Callable[..., str], tiny_gguf: Path, tmp_path: Path):
-    """FIELD 1 and 2: a file without the indexer says so, and nothing about memory."""
+    """a file without the indexer says so, and nothing about memory."""
     path = patched(
         tiny_gguf, tmp_path / "m.gguf", (b"attention.indexer.", b"attention.absents."), (b".indexer.", b".absents.")
     )
@@ -445,7 +445,7 @@ def test_a_broken_tokenizer_or_template(
 
 
 def test_a_template_that_walks_to_the_os_is_blocked(refused: Callable[..., str], tiny_checkpoint: Path, tmp_path: Path):
-    """FIELD 45."""
+    """A template that reaches for the operating system is an error, and nothing runs."""
     marker = tmp_path / "ran"
     template = f"{{{{ cycler.__init__.__globals__.os.mkdir('{marker}') }}}}{{{{ messages[0].content }}}}"
     folder = changed_checkpoint(tiny_checkpoint, tmp_path / "c", chat_template=template)
@@ -455,7 +455,7 @@ def test_a_template_that_walks_to_the_os_is_blocked(refused: Callable[..., str],
 
 
 def test_weights_that_are_not_finite(m3_run: Runner, tiny_gguf: Path, tmp_path: Path):
-    """FIELD 19: a NaN in a layer stops the run with the layer's number, in one line."""
+    """a NaN in a layer stops the run with the layer's number, in one line."""
     with Model(tiny_gguf) as model:
         (tensor,) = [tensor for tensor in model.gguf.tensors if tensor.name == "blk.1.attn_v.weight"]
     path = tmp_path / "nan.gguf"

@@ -163,8 +163,10 @@ void m3_cpu_attend(const m3_context *c, const m3_attend_params *p) {
   const m3_hparams *h = c->hparams;
   m3_scratch *s = c->scratch;
   int64_t group = h->n_head / h->n_head_kv;
-  int64_t blocks = p->blocks ? h->top_k : p->rows->pos[p->rows->n - 1] / h->block_size + 1;
-  int64_t work = p->rows->n * h->n_head * h->head_dim * blocks * h->block_size;
+  int64_t read = h->top_k; /* blocks of the row that reads most */
+  for (int32_t r = 0; r < p->rows->n && !p->blocks; r++)
+    if (p->rows->pos[r] / h->block_size >= read) read = p->rows->pos[r] / h->block_size + 1;
+  int64_t work = (int64_t)p->rows->n * h->n_head * h->head_dim * read * h->block_size;
 #pragma omp parallel num_threads(m3_threads_for(c, work))
   {
     attend_buffer b;

@@ -1,4 +1,5 @@
-/* Block selection, DESIGN "Selection, exactly": the specification of every other backend. */
+/* Block selection as in MSA (arXiv 2606.13392), with ties to the lower block id: the specification of every other
+ * backend. */
 #include <float.h>
 #include <math.h>
 #include <stdlib.h>
