@@ -237,7 +237,8 @@ with Model(sys.argv[1]) as model:
                 sender.join()
             except KeyboardInterrupt:
                 pass
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # one may still be on its way
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        time.sleep(0.02)  # for one that is still on its way
         assert session.length() in ((60,) if done else (0,)), (trial, done, session.length())
         session.rewind(0)
         assert (session.eval(ids) == want).all(), trial

@@ -19,6 +19,8 @@ import pytest
 COMMAND = [sys.executable, "-m", "m3_runtime.cli"]
 RUNTIME = Path(__file__).resolve().parents[2] / "runtime"
 SECONDS = 60  #: the most that anything here may take on a busy machine
+# A Ctrl-C that comes while Python sets up its line editor is seen with the next key only, so give it time.
+LINE_EDITOR_SECONDS = 0.5
 
 
 def environment(**changes: str) -> dict[str, str]:
@@ -114,10 +116,12 @@ def test_a_chat_on_a_terminal(terminal: Terminal):
 
 def test_ctrl_c_twice_at_the_prompt_leaves(terminal: Terminal):
     terminal.wait_for("> ")
-    terminal.wait_for("half a mess", terminal.send("half a mess"))  # the line editor is up
+    terminal.wait_for("half a mess", terminal.send("half a mess"))
+    time.sleep(LINE_EDITOR_SECONDS)
     at = terminal.send("\x03")
     at = terminal.wait_for("(Ctrl-C again leaves, and so does /quit)", at)
     terminal.wait_for("> ", at)
+    time.sleep(LINE_EDITOR_SECONDS)
     terminal.send("\x03")
     assert terminal.leave() == 0
     assert "Traceback" not in terminal.shown
