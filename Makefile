@@ -27,7 +27,7 @@ ifeq ($(shell uname -m),x86_64)
 endif
 %/version.o: ISA := -DM3_VERSION_STRING='"$(VERSION)"'
 
-.PHONY: all native install demo test check-native test-aarch64 lint format oracle golden clean
+.PHONY: all native install demo test check-native test-aarch64 test-lowest lint format oracle golden clean
 .SECONDARY:
 all: native
 
@@ -98,6 +98,12 @@ check-native: $(C_TESTS:%=build/release/tests/%) $(C_TESTS:%=build/asan/tests/%)
 
 test: install check-native
 	$(VENV)/bin/pytest
+
+# pytest with the lowest versions of the dependencies, in an environment of its own.
+test-lowest: native
+	$(PYTHON) -m venv build/lowest
+	build/lowest/bin/pip install --quiet --disable-pip-version-check --constraint tests/lowest.txt --editable '.[dev]'
+	build/lowest/bin/python -m pytest
 
 # The same C tests on AArch64 (NEON) by emulation: Debian packages gcc-aarch64-linux-gnu and qemu-user.
 test-aarch64: $(C_TESTS:%=build/aarch64/%)

@@ -66,7 +66,7 @@ def test_random_rows_equal_gguf_in_both_directions(type_):
 def test_the_number_of_threads_changes_nothing(type_):
     rows = np.random.default_rng(6).standard_normal((37, 3 * BLOCK), dtype=np.float32)
     one = quantize_rows(type_, rows, threads=1)
-    for threads in (2, 3, 64):
+    for threads in (2, 3, 8):
         assert np.array_equal(quantize_rows(type_, rows, threads=threads), one)
         assert np.array_equal(
             dequantize_rows(type_, one, 3 * BLOCK, threads=threads), dequantize_rows(type_, one, 3 * BLOCK, threads=1)
