@@ -13,22 +13,22 @@ from typing import Any, TypeGuard
 
 from m3_convert.json_file import read_object
 from m3_runtime.errors import InputError
+from m3_runtime.limits import (
+    BLOCK_SIZES,
+    MAX_DIM,
+    MAX_EXPERTS,
+    MAX_HEAD_DIM,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_TOP_K,
+    MAX_VOCAB,
+)
 
 ARCHITECTURES = (
     "MiniMaxM3SparseForConditionalGeneration",
     "MiniMaxM3SparseForCausalLM",
     "MiniMaxM3VLForConditionalGeneration",
 )
-
-# Limits of the engine (m3.h): a file beyond them could be written but not run.
-MAX_LAYERS = 1024
-MAX_HEADS = 1024
-MAX_HEAD_DIM = 1024
-MAX_EXPERTS = 4096
-MAX_DIM = 1048576
-MAX_VOCAB = 4194304
-MAX_TOP_K = 1024
-BLOCK_SIZES = (16, 1024)
 
 # What the architecture fixes and the file does not hold. A field that is absent has this value in the reference
 # implementation (transformers 5.24, `minimax_m3_vl`).

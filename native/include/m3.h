@@ -118,17 +118,26 @@ int64_t m3_type_block_size(int32_t type);
 /* Bytes of one row of n elements, or -1 if the type is unknown, n is negative or not a multiple of its block. */
 int64_t m3_row_bytes(int32_t type, int64_t n);
 
-/* Converts rows: src float32 [n_rows, n_per_row] to dst in `type`, n_rows * m3_row_bytes(type, n_per_row)
- * bytes. Rounds to nearest even (Q8_0: nearest, ties away from zero, scale absmax/127 in float32 stored as
- * float16, as in GGUF). Refused with M3_ERROR_NOT_FINITE: NaN or infinity in src; a finite value that F16, BF16 or
- * a Q8_0 scale cannot hold. The message names the row, the column, the value and how many there are.
- * n_threads: 0 takes all cores (see M3_FEW_THREADS). dst may be written in part on failure. */
-m3_status m3_quantize(int32_t type, const float *src, int64_t n_rows, int64_t n_per_row, void *dst, int64_t dst_bytes,
-                      int32_t n_threads, m3_error *err);
+/* Rows in float32 and in a storage type; one struct for both directions. */
+typedef struct m3_row_set {
+  uint32_t struct_size;
+  int32_t type; /* an m3_type */
+  int64_t n_rows;
+  int64_t n_per_row;  /* a whole number of the type's blocks */
+  float *values;      /* [n_rows, n_per_row] */
+  void *data;         /* [n_rows, m3_row_bytes(type, n_per_row)] */
+  int64_t data_bytes; /* size of data; must be that product */
+  int32_t n_threads;  /* 0 takes all cores (see M3_FEW_THREADS) */
+} m3_row_set;
 
-/* The inverse: dst float32 [n_rows, n_per_row]. Exact (every stored value has one float32 value). */
-m3_status m3_dequantize(int32_t type, const void *src, int64_t src_bytes, int64_t n_rows, int64_t n_per_row, float *dst,
-                        int32_t n_threads, m3_error *err);
+/* values to data. Rounds to nearest even (Q8_0: nearest, ties away from zero, scale absmax/127 in float32 stored as
+ * float16, as in GGUF). Refused with M3_ERROR_NOT_FINITE: NaN or infinity in values; a finite value that F16, BF16 or
+ * a Q8_0 scale cannot hold. The message names the row, the column, the value and how many there are. data may be
+ * written in part on failure. */
+m3_status m3_quantize(const m3_row_set *rows, m3_error *err);
+
+/* data to values. Exact (every stored value has one float32 value). */
+m3_status m3_dequantize(const m3_row_set *rows, m3_error *err);
 
 /* ------------------------------------------------------------------------------------------------ GGUF */
 

@@ -140,24 +140,29 @@ int64_t m3_row_bytes(int32_t type, int64_t n) {
   return bytes;
 }
 
-/* Checks the arguments that both directions share; gives the traits and the bytes of a row. */
-static m3_status check_rows(int32_t type, int64_t n_rows, int64_t n_per_row, int64_t bytes, const m3_type_traits **t,
-                            int64_t *row, m3_error *err) {
-  *t = m3_traits(type);
+/* Checks what both directions share; gives the traits, the bytes of a row and the number of threads. */
+static m3_status check_rows(const m3_row_set *r, const m3_type_traits **t, int64_t *row, int32_t *threads,
+                            m3_error *err) {
+  if (!r || r->struct_size != sizeof *r)
+    return m3_fail(err, M3_ERROR_ARGUMENT,
+                   "m3_row_set has %u bytes, this library expects %zu: library and header do not belong together",
+                   r ? r->struct_size : 0, sizeof *r);
+  *t = m3_traits(r->type);
   if (!*t) {
-    const char *name = m3_any_type_name(type);
+    const char *name = m3_any_type_name(r->type);
     return m3_fail(err, M3_ERROR_ARGUMENT, "type %s (%d) is not supported; F32, F16, BF16 and Q8_0 are",
-                   name ? name : "?", (int)type);
+                   name ? name : "?", (int)r->type);
   }
-  *row = m3_row_bytes(type, n_per_row);
+  *row = m3_row_bytes(r->type, r->n_per_row);
   if (*row < 0)
     return m3_fail(err, M3_ERROR_ARGUMENT, "rows of %lld elements cannot be %s: its blocks hold %lld",
-                   (long long)n_per_row, (*t)->name, (long long)(*t)->block);
+                   (long long)r->n_per_row, (*t)->name, (long long)(*t)->block);
   int64_t want;
-  if (n_rows < 0 || __builtin_mul_overflow(n_rows, *row, &want) || want != bytes)
-    return m3_fail(err, M3_ERROR_ARGUMENT, "%lld rows of %lld bytes do not make %lld bytes", (long long)n_rows,
-                   (long long)*row, (long long)bytes);
-  return M3_OK;
+  if (r->n_rows < 0 || __builtin_mul_overflow(r->n_rows, *row, &want) || want != r->data_bytes)
+    return m3_fail(err, M3_ERROR_ARGUMENT, "%lld rows of %lld bytes do not make %lld bytes", (long long)r->n_rows,
+                   (long long)*row, (long long)r->data_bytes);
+  if (r->n_rows && (!r->values || !r->data)) return m3_fail(err, M3_ERROR_ARGUMENT, "values or data is NULL");
+  return m3_resolve_threads(r->n_threads, threads, err);
 }
 
 /* What one row holds that the target type cannot. */
@@ -185,44 +190,41 @@ static row_fault find_fault(const float *x, int64_t n, float limit) {
   return fault;
 }
 
-m3_status m3_quantize(int32_t type, const float *src, int64_t n_rows, int64_t n_per_row, void *dst, int64_t dst_bytes,
-                      int32_t n_threads, m3_error *err) {
+m3_status m3_quantize(const m3_row_set *rows, m3_error *err) {
   const m3_type_traits *t;
   int64_t row;
   int32_t threads;
-  m3_status status = check_rows(type, n_rows, n_per_row, dst_bytes, &t, &row, err);
-  if (!status) status = m3_resolve_threads(n_threads, &threads, err);
+  m3_status status = check_rows(rows, &t, &row, &threads, err);
   if (status) return status;
-  float limit = largest_finite(type);
-  int64_t faults = 0, first_row = n_rows;
+  int64_t n = rows->n_per_row, faults = 0, first_row = rows->n_rows;
+  float limit = largest_finite(rows->type);
 #pragma omp parallel for num_threads(threads) schedule(static) reduction(+ : faults) reduction(min : first_row)
-  for (int64_t r = 0; r < n_rows; r++) {
-    row_fault fault = find_fault(src + r * n_per_row, n_per_row, limit);
+  for (int64_t r = 0; r < rows->n_rows; r++) {
+    row_fault fault = find_fault(rows->values + r * n, n, limit);
     if (fault.count) {
       faults += fault.count;
       if (r < first_row) first_row = r;
     } else {
-      t->from_f32(src + r * n_per_row, (char *)dst + r * row, n_per_row);
+      t->from_f32(rows->values + r * n, (char *)rows->data + r * row, n);
     }
   }
   if (!faults) return M3_OK;
-  int64_t column = find_fault(src + first_row * n_per_row, n_per_row, limit).column;
-  float value = src[first_row * n_per_row + column];
+  int64_t column = find_fault(rows->values + first_row * n, n, limit).column;
+  float value = rows->values[first_row * n + column];
   const char *what = isfinite(value) ? "overflow" : "not finite";
   return m3_fail(err, M3_ERROR_NOT_FINITE, "%s: %g at row %lld, column %lld; %lld values do not fit %s (largest %g)",
                  what, (double)value, (long long)first_row, (long long)column, (long long)faults, t->name,
                  (double)limit);
 }
 
-m3_status m3_dequantize(int32_t type, const void *src, int64_t src_bytes, int64_t n_rows, int64_t n_per_row, float *dst,
-                        int32_t n_threads, m3_error *err) {
+m3_status m3_dequantize(const m3_row_set *rows, m3_error *err) {
   const m3_type_traits *t;
   int64_t row;
   int32_t threads;
-  m3_status status = check_rows(type, n_rows, n_per_row, src_bytes, &t, &row, err);
-  if (!status) status = m3_resolve_threads(n_threads, &threads, err);
+  m3_status status = check_rows(rows, &t, &row, &threads, err);
   if (status) return status;
+  int64_t n = rows->n_per_row;
 #pragma omp parallel for num_threads(threads) schedule(static)
-  for (int64_t r = 0; r < n_rows; r++) t->to_f32((const char *)src + r * row, dst + r * n_per_row, n_per_row);
+  for (int64_t r = 0; r < rows->n_rows; r++) t->to_f32((const char *)rows->data + r * row, rows->values + r * n, n);
   return M3_OK;
 }

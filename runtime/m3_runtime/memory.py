@@ -13,7 +13,15 @@ _SMALLEST_DEFAULT = 512
 
 
 def available_memory() -> int | None:
-    """Bytes that the kernel can give out without swapping (MemAvailable), None where that is unknown."""
+    """Bytes that the kernel can give out without swapping, None where that is unknown.
+
+    The lesser of MemAvailable and what the process's control group (a container) leaves.
+    """
+    known = [room for room in (_system_memory(), _group_memory()) if room is not None]
+    return min(known, default=None)
+
+
+def _system_memory() -> int | None:
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -22,6 +30,19 @@ def available_memory() -> int | None:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return None
+
+
+def _group_memory(root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """The limit of a version 2 control group less what is in use, file cache apart, which can be given up."""
+    try:
+        limit = (root / "memory.max").read_text(encoding="ascii").strip()
+        used = int((root / "memory.current").read_text(encoding="ascii"))
+        stat = dict(line.split() for line in (root / "memory.stat").read_text(encoding="ascii").splitlines())
+    except (OSError, ValueError):
+        return None
+    if limit == "max":
+        return None
+    return max(0, int(limit) - used + int(stat.get("file", 0)))
 
 
 def address_space_left() -> int | None:
@@ -38,6 +59,10 @@ def address_space_left() -> int | None:
 
 def peak_resident_bytes() -> int:
     """Most memory that this process has held so far, mapped weights included."""
+    # VmHWM is this program's own; ru_maxrss takes over that of the process which started it.
+    for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

@@ -1,12 +1,13 @@
 """Rows of float32 to the storage types of GGUF and back, by the engine."""
 
+from collections.abc import Callable
 from enum import IntEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
 from m3_runtime.errors import InputError
-from m3_runtime.native import call, ffi, lib, text
+from m3_runtime.native import call, ffi, lib, size_of, text
 
 
 class TensorType(IntEnum):
@@ -56,8 +57,7 @@ def quantize_rows(tensor_type: TensorType, rows: NDArray[np.float32], threads: i
     if rows.dtype != np.float32 or not rows.flags.c_contiguous:
         raise InputError(f"quantize_rows: {rows.dtype} rows, expected C-contiguous float32")
     out = np.empty((n_rows, row_bytes(tensor_type, n_per_row)), np.uint8)
-    source, target = ffi.from_buffer("float[]", rows), ffi.from_buffer(out, require_writable=True)
-    call(lib.m3_quantize, tensor_type, source, n_rows, n_per_row, target, out.nbytes, threads)
+    _convert(lib.m3_quantize, tensor_type, rows, out, threads)
     return out
 
 
@@ -68,6 +68,21 @@ def dequantize_rows(
     if data.dtype != np.uint8 or not data.flags.c_contiguous:
         raise InputError(f"dequantize_rows: {data.dtype} rows, expected C-contiguous uint8")
     out = np.empty((data.shape[0], n_per_row), np.float32)
-    source, target = ffi.from_buffer(data), ffi.from_buffer("float[]", out, require_writable=True)
-    call(lib.m3_dequantize, tensor_type, source, data.nbytes, data.shape[0], n_per_row, target, threads)
+    _convert(lib.m3_dequantize, tensor_type, out, data, threads)
     return out
+
+
+def _convert(
+    function: Callable[..., int],
+    tensor_type: TensorType,
+    values: NDArray[np.float32],
+    data: NDArray[np.uint8],
+    threads: int,
+) -> None:
+    rows = ffi.new("m3_row_set *")
+    held = ffi.from_buffer("float[]", values), ffi.from_buffer(data)
+    rows.struct_size, rows.type = size_of("m3_row_set"), tensor_type
+    rows.n_rows, rows.n_per_row = values.shape
+    rows.values, rows.data = held
+    rows.data_bytes, rows.n_threads = data.nbytes, threads
+    call(function, rows)

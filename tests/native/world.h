@@ -56,7 +56,15 @@ static inline m3_weight new_weight(world *w, m3_tensor *t, int32_t type, int64_t
   t->n_bytes = (uint64_t)(m3_row_bytes(type, ne0) * ne1 * ne2);
   float *values = keep_random(w, ne0 * ne1 * ne2, 1.0f / sqrtf((float)ne0));
   void *data = keep(w, t->n_bytes);
-  if (m3_quantize(type, values, ne1 * ne2, ne0, data, (int64_t)t->n_bytes, 1, NULL)) abort();
+  m3_row_set rows = {.struct_size = sizeof rows,
+                     .type = type,
+                     .n_rows = ne1 * ne2,
+                     .n_per_row = ne0,
+                     .values = values,
+                     .data = data,
+                     .data_bytes = (int64_t)t->n_bytes,
+                     .n_threads = 1};
+  if (m3_quantize(&rows, NULL)) abort();
   t->data = data;
   return (m3_weight){.tensor = t, .data = data};
 }

@@ -72,3 +72,13 @@ def test_sizes_for_people():
 
 def test_the_peak_is_that_of_this_process():
     assert memory.peak_resident_bytes() > 10**7
+
+
+def test_the_limit_of_a_container_counts(tmp_path: Path):
+    assert memory._group_memory(tmp_path) is None
+    (tmp_path / "memory.current").write_text("700\n")
+    (tmp_path / "memory.stat").write_text("anon 300\nfile 250\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory._group_memory(tmp_path) is None
+    (tmp_path / "memory.max").write_text("1000\n")
+    assert memory._group_memory(tmp_path) == 550

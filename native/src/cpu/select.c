@@ -6,10 +6,17 @@
 
 #include "cpu/cpu.h"
 
-/* Scores of one block for all index heads of a row: out[h * stride] = max over visible tokens of q_h . k_j.
- * Returns false if a score is not finite. `converted` holds block_size * index_dim floats. */
-static bool score_block(const m3_context *c, const m3_select_params *p, int32_t row, int64_t block, float *converted,
-                        float *out, int64_t stride) {
+/* Where the scores of one block go: out[h * stride] for index head h. `converted` holds block_size * index_dim floats.
+ */
+typedef struct block_scores {
+  float *out;
+  int64_t stride;
+  float *converted;
+} block_scores;
+
+/* Scores of one block for all index heads of a row: max over its visible tokens of q_h . k_j. False if a score is not
+ * finite. */
+static bool score_block(const m3_context *c, const m3_select_params *p, int32_t row, int64_t block, block_scores to) {
   const m3_hparams *h = c->hparams;
   const m3_rows *rows = p->rows;
   int64_t dim = h->index_dim, first = block * h->block_size;
@@ -19,8 +26,8 @@ static bool score_block(const m3_context *c, const m3_select_params *p, int32_t 
   const char *src = (const char *)p->cache.index + page * h->block_size * m3_row_bytes(p->cache.index_type, dim);
   const float *keys = (const float *)(const void *)src;
   if (p->cache.index_type != M3_TYPE_F32) {
-    m3_convert_row(c->kernels, p->cache.index_type, src, converted, visible * dim);
-    keys = converted;
+    m3_convert_row(c->kernels, p->cache.index_type, src, to.converted, visible * dim);
+    keys = to.converted;
   }
   bool finite = true;
   for (int32_t head = 0; head < h->n_index_head; head++) {
@@ -37,7 +44,7 @@ static bool score_block(const m3_context *c, const m3_select_params *p, int32_t 
         if (s[i] > best) best = s[i];
       }
     }
-    out[head * stride] = best;
+    to.out[head * to.stride] = best;
   }
   return finite;
 }
@@ -77,7 +84,8 @@ static bool select_row(const m3_context *c, const m3_select_params *p, int32_t r
   bool finite = true;
   /* Without a choice every visible block is read, whatever its score. */
   if (n_blocks > h->top_k || p->scores)
-    for (int64_t b = 0; b < n_blocks; b++) finite &= score_block(c, p, row, b, converted, buffer + b, p->max_blocks);
+    for (int64_t b = 0; b < n_blocks; b++)
+      finite &= score_block(c, p, row, b, (block_scores){buffer + b, p->max_blocks, converted});
   for (int32_t head = 0; head < h->n_index_head; head++) {
     const float *scores = buffer + head * p->max_blocks;
     int64_t out = (int64_t)row * h->n_index_head + head;
@@ -106,7 +114,7 @@ static bool select_one(const m3_context *c, const m3_select_params *p) {
     float *converted = s->thread + m3_thread_index() * s->thread_floats + converted_at;
 #pragma omp for schedule(static)
     for (int64_t b = 0; b < n_blocks; b++) {
-      bool ok = score_block(c, p, 0, b, converted, scores + b, p->max_blocks);
+      bool ok = score_block(c, p, 0, b, (block_scores){scores + b, p->max_blocks, converted});
       finite = finite && ok;
     }
   }
