@@ -1,7 +1,7 @@
 /* The case table of operations. Every backend and instruction set of this machine runs every case and is compared with
  * the scalar CPU code; selection and attention of the scalar code are compared with a plain computation in double
  * precision written from the definition. */
-#include "world.h"
+#include "definitions.h"
 
 enum { F32 = M3_TYPE_F32, F16 = M3_TYPE_F16, BF16 = M3_TYPE_BF16, Q8 = M3_TYPE_Q8_0 };
 
@@ -264,13 +264,20 @@ static int run_rest(const engine *e, world *w, result *r) {
   return n;
 }
 
-/* A cached value may differ by one unit of its type where the float32 results round to different neighbours. */
+static double largest(const float *x, int64_t n) {
+  double size = 0;
+  for (int64_t i = 0; i < n; i++) size = fmax(size, fabs((double)x[i]));
+  return size;
+}
+
+/* Sums of float32 in another order, relative to the values. A cached value may differ by one unit of its type where the
+ * float32 results round to different neighbours. */
 static double tolerance(const op_case *c, const result *r) {
   bool cached = strncmp(r->what, "cached", 6) == 0;
   int32_t type = strcmp(r->what, "cached index k") == 0 ? c->index_type : c->kv_type;
   if (cached && type == F16) return 4e-3;
   if (cached && type == BF16) return 4e-2;
-  return 5e-5;
+  return 1e-5 * (1 + largest(r->values, r->n));
 }
 
 static void run_case(const op_case *c, const engine *spec, const engine *e) {
@@ -290,6 +297,65 @@ static void run_case(const op_case *c, const engine *spec, const engine *e) {
         "%s, %s: other experts chosen", c->name, e->kernels->name);
   free_world(want);
   free_world(got);
+}
+
+/* The scalar code against the definitions: what is left of the hidden state after each operation. */
+static void check_definitions(const engine *e, const op_case *c) {
+  static const m3_role mlp[] = {M3_FFN_GATE, M3_FFN_UP, M3_FFN_DOWN};
+  static const m3_role routed[] = {M3_GATE_EXPS, M3_UP_EXPS, M3_DOWN_EXPS};
+  static const m3_role shared[] = {M3_GATE_SHEXP, M3_UP_SHEXP, M3_DOWN_SHEXP};
+  static const m3_role q_roles[] = {M3_ATTN_Q, M3_ATTN_Q_NORM}, index_roles[] = {M3_INDEX_Q, M3_INDEX_Q_NORM};
+  static double normed[MAX_WIDTH], exact[MAX_WIDTH], weights[M3_MAX_EXPERTS];
+  static float want[MAX_WIDTH];
+  world *w = new_world(c, e->backend, e->threads);
+  m3_context x = context_of(e, w);
+  m3_ffn_params ffn = {&w->layer, w->n, w->hidden};
+  int64_t n_embd = c->n_embd;
+  float *before = keep(w, (size_t)(w->n * n_embd) * sizeof(float));
+  e->backend->prepare(&x, &(m3_prepare_params){&w->layer, &w->rows, w->hidden, w->cache});
+  for (int32_t row = 0; row < w->n; row++) {
+    exact_head(w, row, q_roles, c->n_head - 1, c->head_dim, want);
+    CHECK_CLOSE("q by definition", w->scratch.q + ((int64_t)row * c->n_head + c->n_head - 1) * c->head_dim, want,
+                c->head_dim, 1e-4);
+    exact_head(w, row, index_roles, 0, c->index_dim, want);
+    CHECK_CLOSE("index q by definition", w->scratch.index_q + (int64_t)row * c->n_head_kv * c->index_dim, want,
+                c->index_dim, 1e-4);
+  }
+  for (int step = 0; step < 2; step++) { /* the dense MLP, then router, experts and shared expert */
+    memcpy(before, w->hidden, (size_t)(w->n * n_embd) * sizeof(float));
+    if (step == 0) {
+      e->backend->mlp(&x, &ffn);
+    } else {
+      e->backend->router(&x, &ffn);
+      e->backend->experts(&x, &ffn);
+      e->backend->shared(&x, &ffn);
+    }
+    for (int32_t row = 0; row < w->n; row++) {
+      int32_t experts[M3_MAX_EXPERTS];
+      exact_norm(w, before + row * n_embd, &w->layer.w[M3_FFN_NORM], n_embd, normed);
+      for (int64_t i = 0; i < n_embd; i++) exact[i] = (double)before[row * n_embd + i];
+      if (step == 0) {
+        add_gated(w->layer.w, mlp, 0, normed, 1.0, exact);
+      } else {
+        exact_router(w, normed, experts, weights);
+        CHECK(memcmp(experts, w->scratch.experts + row * c->n_expert_used, (size_t)c->n_expert_used * 4) == 0,
+              "%s: row %d chose other experts", c->name, row);
+        for (int32_t k = 0; k < c->n_expert_used; k++)
+          add_gated(w->layer.w, routed, experts[k], normed, weights[k], exact);
+        add_gated(w->layer.w, shared, 0, normed, 1.0, exact);
+      }
+      for (int64_t i = 0; i < n_embd; i++) want[i] = (float)exact[i];
+      CHECK_CLOSE(step ? "experts by definition" : "mlp by definition", w->hidden + row * n_embd, want, n_embd,
+                  1e-5 * (1 + largest(want, n_embd)));
+    }
+  }
+  float *logits = keep(w, (size_t)((int64_t)w->n * c->n_vocab) * sizeof(float));
+  e->backend->head(&x, &(m3_head_params){&w->output_norm, &w->head, w->hidden, w->n, logits});
+  exact_norm(w, w->hidden, &w->output_norm, n_embd, normed);
+  exact_product(&w->head, 0, normed, exact);
+  for (int64_t i = 0; i < c->n_vocab; i++) want[i] = (float)exact[i];
+  CHECK_CLOSE("head by definition", logits, want, c->n_vocab, 1e-4);
+  free_world(w);
 }
 
 /* ---------------------------------------------------------------------------------------------- edges */
@@ -387,7 +453,8 @@ int main(void) {
     for (int32_t threads = 1; threads <= 3; threads += 2) {
       engine e = {&m3_cpu_backend, m3_kernels_for(isa), threads};
       printf("cpu, %s, %d threads\n", e.kernels->name, (int)threads);
-      for (size_t k = 0; k < sizeof cases / sizeof *cases; k++) run_case(&cases[k], &spec, &e);
+      for (size_t k = 0; k < sizeof cases / sizeof *cases; k++)
+        run_case(&cases[k], &spec, &e), check_definitions(&e, &cases[k]);
       check_ties(&e);
       check_not_finite(&e);
       check_row_independence(&e);

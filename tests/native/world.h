@@ -69,9 +69,10 @@ static inline m3_weight new_weight(world *w, m3_tensor *t, int32_t type, int64_t
   return (m3_weight){.tensor = t, .data = data};
 }
 
-static inline m3_weight new_norm(world *w, m3_tensor *t, int64_t n) {
+/* Around `mean`. */
+static inline m3_weight new_norm(world *w, m3_tensor *t, int64_t n, float mean) {
   float *values = keep(w, (size_t)n * sizeof(float));
-  for (int64_t i = 0; i < n; i++) values[i] = 1.0f + 0.2f * random_float(&w->seed);
+  for (int64_t i = 0; i < n; i++) values[i] = mean * (1.0f + 0.2f * random_float(&w->seed));
   *t = (m3_tensor){.type = M3_TYPE_F32, .n_dims = 1, .ne = {n, 1, 1, 1}, .n_bytes = (uint64_t)n * 4, .data = values};
   return (m3_weight){.tensor = t, .data = values};
 }
@@ -83,19 +84,20 @@ static inline void new_weights(world *w) {
   int64_t q = (int64_t)c->n_head * c->head_dim, kv = (int64_t)c->n_head_kv * c->head_dim;
 #define W(role, a, b, e) l[role] = new_weight(w, &t[role], c->weight_type, a, b, e)
 #define F(role, a, b) l[role] = new_weight(w, &t[role], M3_TYPE_F32, a, b, 1)
-#define N(role, a) l[role] = new_norm(w, &t[role], a)
-  N(M3_ATTN_NORM, c->n_embd);
+#define N(role, a, mean) l[role] = new_norm(w, &t[role], a, mean)
+  N(M3_ATTN_NORM, c->n_embd, 1.0f);
   W(M3_ATTN_Q, c->n_embd, q, 1);
   W(M3_ATTN_K, c->n_embd, kv, 1);
   W(M3_ATTN_V, c->n_embd, kv, 1);
   W(M3_ATTN_OUTPUT, q, c->n_embd, 1);
-  N(M3_ATTN_Q_NORM, c->head_dim);
-  N(M3_ATTN_K_NORM, c->head_dim);
+  N(M3_ATTN_Q_NORM, c->head_dim, 1.0f);
+  N(M3_ATTN_K_NORM, c->head_dim, 1.0f);
   F(M3_INDEX_Q, c->n_embd, (int64_t)c->n_head_kv * c->index_dim);
   F(M3_INDEX_K, c->n_embd, c->index_dim);
-  N(M3_INDEX_Q_NORM, c->index_dim);
-  N(M3_INDEX_K_NORM, c->index_dim);
-  N(M3_FFN_NORM, c->n_embd);
+  N(M3_INDEX_Q_NORM, c->index_dim, 1.0f);
+  N(M3_INDEX_K_NORM, c->index_dim, 1.0f);
+  /* So large that some lanes reach the clamp of SwiGLU. */
+  N(M3_FFN_NORM, c->n_embd, 4.0f);
   W(M3_FFN_GATE, c->n_embd, c->n_ff, 1);
   W(M3_FFN_UP, c->n_embd, c->n_ff, 1);
   W(M3_FFN_DOWN, c->n_ff, c->n_embd, 1);
@@ -111,7 +113,7 @@ static inline void new_weights(world *w) {
 #undef F
 #undef N
   w->embd = new_weight(w, &t[M3_LAYER_ROLES], c->weight_type, c->n_embd, c->n_vocab, 1);
-  w->output_norm = new_norm(w, &t[M3_LAYER_ROLES + 1], c->n_embd);
+  w->output_norm = new_norm(w, &t[M3_LAYER_ROLES + 1], c->n_embd, 1.0f);
   w->head = new_weight(w, &t[M3_LAYER_ROLES + 2], c->weight_type, c->n_embd, c->n_vocab, 1);
 }
 
