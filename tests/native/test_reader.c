@@ -58,10 +58,12 @@ static void check_damage(const tiny_file *t) {
     memcpy(copy, t->file.data, t->file.size);
     for (int k = 0; k <= round % 3; k++) {
       size_t at = next_random(&seed) % (t->header_bytes - 8);
+      uint64_t value = values[next_random(&seed) % 10];
+      size_t width = (size_t)1 << next_random(&seed) % 4;
       if (round % 2)
         copy[at] = (unsigned char)next_random(&seed);
       else
-        memcpy(copy + at, &values[next_random(&seed) % 10], 1u << next_random(&seed) % 4);
+        memcpy(copy + at, &value, width);
     }
     refused += open_bytes(copy, t->file.size) != M3_OK;
   }
