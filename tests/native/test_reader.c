@@ -1,7 +1,5 @@
 /* The GGUF reader and the model loader on damaged files: they answer with an error or, where the damage does not
  * matter, with a model; they never read outside the bytes (this runs under AddressSanitizer). */
-#include <unistd.h>
-
 #include "tiny_file.h"
 
 static char path[64];
@@ -74,14 +72,14 @@ static void check_damage(const tiny_file *t) {
 int main(void) {
   tiny_file t;
   make_tiny_file(&t);
-  snprintf(path, sizeof path, "/tmp/m3-reader-%ld.gguf", (long)getpid());
+  new_path(path, sizeof path, "m3-reader");
   check_whole(&t);
   check_truncations(&t);
   check_damage(&t);
   m3_error err;
   m3_model *model = (m3_model *)&t;
   CHECK(m3_model_open("/nowhere/m3-reader", NULL, &model, &err) == M3_ERROR_IO && !model, "%s", err.message);
-  CHECK(m3_model_open("/tmp", NULL, &model, &err) == M3_ERROR_IO, "%s", err.message);
+  CHECK(m3_model_open(P_tmpdir, NULL, &model, &err) == M3_ERROR_IO, "%s", err.message);
   write_file(path, t.file.data, t.file.size);
   m3_model_options options = {.struct_size = 3};
   CHECK(m3_model_open(path, &options, &model, &err) == M3_ERROR_ARGUMENT, "%s", err.message);

@@ -2,8 +2,6 @@
  * change a bit of any result. Unused cache rows hold NaN throughout. */
 #include <pthread.h>
 #include <time.h>
-#include <unistd.h>
-
 #include "tiny_file.h"
 
 enum { N = 150 }; /* tokens: ten blocks, of which two are read */
@@ -302,7 +300,7 @@ static void check_layer_windows(const tiny_file *t, const int32_t *ids, const ru
 /* NaN in a weight stops the eval with the layer's number, and the sequence is as before. */
 static void check_nan(tiny_file *t, const int32_t *ids) {
   char path[64]; /* of its own: the first model's file is mapped */
-  snprintf(path, sizeof path, "/tmp/m3-nan-%ld.gguf", (long)getpid());
+  new_path(path, sizeof path, "m3-nan");
   static const struct {
     const char *tensor, *says;
   } places[] = {{"blk.0.ffn_up.weight", "layer 0"},
@@ -380,7 +378,7 @@ int main(void) {
   tiny_file t;
   make_tiny_file(&t);
   char path[64];
-  snprintf(path, sizeof path, "/tmp/m3-session-%ld.gguf", (long)getpid());
+  new_path(path, sizeof path, "m3-session");
   write_file(path, t.file.data, t.file.size);
   if (m3_model_open(path, NULL, &model, &err)) {
     printf("%s\n", err.message);

@@ -4,6 +4,7 @@
 #define M3_TESTS_TINY_FILE_H
 
 #include <stdlib.h>
+#include <unistd.h>
 
 #include "check.h"
 #include "m3.h"
@@ -200,6 +201,13 @@ static inline float *tiny_data(const tiny_file *t, const char *name) {
     if (strcmp(t->tensors[i].name, name) == 0)
       return (float *)(void *)(t->file.data + t->data_start + t->tensors[i].offset);
   abort();
+}
+
+/* Puts the name of a new empty file into `path`. */
+static inline void new_path(char *path, size_t size, const char *name) {
+  snprintf(path, size, "%s/%s-XXXXXX", P_tmpdir, name);
+  int fd = mkstemp(path);
+  if (fd < 0 || close(fd)) abort();
 }
 
 static inline void write_file(const char *path, const void *data, size_t n) {
