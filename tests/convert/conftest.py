@@ -8,9 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 import checkpoint_tensors
 from checkpoint_tensors import Tensor, make_tensors, write_json, write_shards
+from m3_convert.check_cli import NAME as CHECK
+from m3_convert.check_cli import app as check_app
+from m3_convert.cli import NAME as CONVERT
+from m3_convert.cli import app as convert_app
 from m3_runtime.command import run
 from make_checkpoint import CheckpointSpec, make_checkpoint
 
@@ -102,35 +107,28 @@ def make_folder(tmp_path: Path, pristine: Path, monkeypatch: pytest.MonkeyPatch)
     return make
 
 
-@pytest.fixture
-def m3_convert(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
-    """m3_convert(source, out, "--type", "f32") -> Outcome. No traceback may reach stderr."""
-    from m3_convert.cli import NAME, app
+def runner(app: typer.Typer, name: str, capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
+    """Runs a command with arguments of any type. No traceback may reach stderr."""
 
     def call(*arguments: object) -> Outcome:
         capsys.readouterr()
         with pytest.raises(SystemExit) as exit_:
-            run(app, NAME, [str(a) for a in arguments])
+            run(app, name, [str(a) for a in arguments])
         captured = capsys.readouterr()
         assert "Traceback" not in captured.err
         assert isinstance(exit_.value.code, int)
         return Outcome(exit_.value.code, captured.out, captured.err)
 
     return call
+
+
+@pytest.fixture
+def m3_convert(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
+    """m3_convert(source, out, "--type", "f32") -> Outcome."""
+    return runner(convert_app, CONVERT, capsys)
 
 
 @pytest.fixture
 def m3_check_selection(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
-    """m3_check_selection(reference, candidate, "--json") -> Outcome. No traceback may reach stderr."""
-    from m3_convert.check_cli import NAME, app
-
-    def call(*arguments: object) -> Outcome:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as exit_:
-            run(app, NAME, [str(a) for a in arguments])
-        captured = capsys.readouterr()
-        assert "Traceback" not in captured.err
-        assert isinstance(exit_.value.code, int)
-        return Outcome(exit_.value.code, captured.out, captured.err)
-
-    return call
+    """m3_check_selection(reference, candidate, "--json") -> Outcome."""
+    return runner(check_app, CHECK, capsys)
