@@ -25,7 +25,7 @@ from m3_convert.report import CheckReport, SideSummary, print_report, report_jso
 from m3_convert.text_sample import TextSample, load_text, sample_text
 from m3_convert.walk_progress import walk_progress
 from m3_runtime import memory
-from m3_runtime.command import guarded, new_app, one_line, run
+from m3_runtime.command import abandon_stdout, guarded, new_app, one_line, run
 from m3_runtime.engine import CACHE_TYPES, ISAS
 from m3_runtime.errors import InputError
 from m3_runtime.native import version
@@ -112,12 +112,15 @@ def check_command(
             seconds=time.monotonic() - start,
         )
     _note(f"done in {format_seconds(report.seconds)}, peak memory {format_bytes(report.peak_bytes)}")
-    if as_json:
-        print(json.dumps(report_json(report), indent=2))
-    else:
-        print_report(report, sys.stdout)
-    if report.fell_short:
+    try:
+        if as_json:
+            print(json.dumps(report_json(report), indent=2))
+        else:
+            print_report(report, sys.stdout)
         sys.stdout.flush()
+    except BrokenPipeError:
+        abandon_stdout()  # whoever read the report left; the verdict stands
+    if report.fell_short:
         _note(report.shortfall)
     return report.exit_code
 

@@ -1,11 +1,9 @@
 """The command m3-convert."""
 
 import json
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -122,8 +120,8 @@ def _print_plan(plan: Plan, n_bytes: int, target: Path | None, as_json: bool) ->
             cell.rjust(w) if i == 4 else cell.ljust(w) for i, (cell, w) in enumerate(zip(row[:5], widths, strict=True))
         ]
         print("  ".join([*cells, row[5]]).rstrip())
-    if plan.left_out:
-        print(f"left out: {len(plan.left_out)} tensors of the vision part")
+    for name in plan.left_out:
+        print(f"left out (vision): {name}")
     by_type = ", ".join(f"{name} {format_bytes(size)}" for name, size in plan.bytes_by_type().items())
     print(f"total: {len(plan.tensors)} tensors, {n_bytes} bytes ({format_bytes(n_bytes)}): {by_type}")
     if free is not None and target is not None:
@@ -154,16 +152,8 @@ def _print_result(plan: Plan, result: Result, as_json: bool) -> None:
     )
 
 
-def _interrupt(_signal: int, _frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt
-
-
 def main() -> NoReturn:
     """Entry point of m3-convert."""
-    # Both would end the process without removing the unfinished file. A signal that was ignored (nohup) stays so.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, _interrupt)
     run(app, NAME)
 
 

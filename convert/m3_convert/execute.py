@@ -43,9 +43,9 @@ def check_output(plan: Plan, out: Path) -> Path:
     if target.exists():
         if not stat.S_ISREG(target.stat().st_mode):
             raise InputError(f"{out}: expected a file, found a device or pipe")
-        if target.parent == plan.checkpoint.folder.resolve() and (
-            target.suffix in (".safetensors", ".json", ".jinja") or target.name == "README.md"
-        ):
+        # By what the names stand for: the files of a Hub snapshot are links to elsewhere.
+        folder = plan.checkpoint.folder
+        if any(target.samefile(file) for file in folder.iterdir() if file.is_file() and file.suffix != ".gguf"):
             raise InputError(f"{out}: is part of the source")
         shards = {tensor.shard for tensor in plan.checkpoint.tensors.values()}
         if any(target.samefile(shard) for shard in shards):
@@ -110,6 +110,9 @@ def _part_file(target: Path) -> Iterator[tuple[Path, int]]:
         # Not truncated before it is locked: it may be the work of another process in progress.
         file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         _lock(file)
+        # Another process may have finished and renamed it between the opening and the lock.
+        if not part.exists() or part.stat().st_ino != os.fstat(file).st_ino:
+            raise _LockedError
         os.ftruncate(file, 0)
         yield part, file
     except _LockedError as error:

@@ -138,9 +138,16 @@ def verdict(report: CheckReport) -> str:
 # ------------------------------------------------------------------------------------------------ text
 
 
+class _Console(Console):
+    """rich ends the process with 1 when the reader leaves, which here would mean that the check fell short."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def print_report(report: CheckReport, stream: TextIO) -> None:
     """The report for people."""
-    console = Console(file=stream)
+    console = _Console(file=stream)
     # In a narrow window lines wrap; rich would cut the numbers of the table off instead.
     console.width = max(console.width, _TABLE_WIDTH)
     _line(console, verdict(report), style="bold")

@@ -27,8 +27,10 @@ static void fill_rope(m3_session *s, int32_t n) {
   s->model->backend->upload(s->sin, s->host_sin, bytes);
 }
 
-static m3_status not_finite(int32_t layer, const char *what, m3_error *err) {
-  return m3_fail(err, M3_ERROR_NOT_FINITE, "layer %d: %s is NaN or infinite; its weights are broken", (int)layer, what);
+static m3_status not_finite(const m3_session *s, int32_t layer, const char *what, m3_error *err) {
+  bool f16 = s->options.kv_type == M3_TYPE_F16 || s->options.index_type == M3_TYPE_F16;
+  return m3_fail(err, M3_ERROR_NOT_FINITE, "layer %d: %s is NaN or infinite; its weights are broken%s", (int)layer,
+                 what, f16 ? ", or its keys and values overflow the F16 cache (F32 or BF16 would hold them)" : "");
 }
 
 static void record(m3_session *s, int32_t layer, int64_t first, int32_t n) {
@@ -59,7 +61,7 @@ static m3_status attention(m3_session *s, const m3_context *c, const m3_rows *ro
                           .n_blocks = s->last_blocks,
                           .max_blocks = longest / s->model->hparams.block_size + 1,
                           .scores = s->options.record & M3_RECORD_SCORES ? s->scores : NULL};
-    if (!b->select(c, &p)) return not_finite(layer, "an index score", err);
+    if (!b->select(c, &p)) return not_finite(s, layer, "an index score", err);
     record(s, layer, first, rows->n);
     blocks = s->scratch.blocks;
   }
@@ -75,7 +77,7 @@ static m3_status feed_forward(m3_session *s, const m3_context *c, int32_t layer,
     b->mlp(c, &p);
     return M3_OK;
   }
-  if (!b->router(c, &p)) return not_finite(layer, "a router logit or bias", err);
+  if (!b->router(c, &p)) return not_finite(s, layer, "a router logit or bias", err);
   b->experts(c, &p);
   if (s->model->hparams.n_ff_shared) b->shared(c, &p);
   return M3_OK;
@@ -147,7 +149,7 @@ m3_status m3_forward_chunk(m3_session *s, const m3_batch *batch, int64_t first, 
     m3_status status = attention(s, &c, &rows, layer, first, err);
     if (!status) status = feed_forward(s, &c, layer, n, err);
     if (status) return status;
-    if (!b->finite(&c, s->hidden, (int64_t)n * h->n_embd)) return not_finite(layer, "its output", err);
+    if (!b->finite(&c, s->hidden, (int64_t)n * h->n_embd)) return not_finite(s, layer, "its output", err);
     atomic_fetch_add(&s->done, n);
   }
   if (batch->output == M3_OUTPUT_HIDDEN) {

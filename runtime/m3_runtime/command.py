@@ -1,17 +1,25 @@
 """What every command shares: one-line errors on stderr, and the exit codes of `m3_runtime.errors`."""
 
+import errno
 import functools
 import io
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn, TypeVar, cast
 
 import typer
 
-from m3_runtime.errors import ExitCode, M3Error
+from m3_runtime.errors import ExitCode, M3Error, MachineError
+
+# What the machine, not the user, is to blame for.
+_NO_ROOM = frozenset(
+    (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN)
+)
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -28,14 +36,23 @@ def guarded(function: Command) -> Command:
             result = function(*args, **kwargs)
             sys.stdout.flush()
         except BrokenPipeError:
-            # Nothing more can be said there; what is still buffered must not raise again at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            abandon_stdout()
             return ExitCode.OK
+        except OSError as error:
+            if error.filename is not None or error.errno not in _NO_ROOM:
+                raise
+            abandon_stdout()
+            raise MachineError(f"the output cannot be written: {error.strerror}") from error
         except KeyboardInterrupt:
             return ExitCode.INTERRUPTED
         return result
 
     return cast(Command, run_guarded)
+
+
+def abandon_stdout() -> None:
+    """Sends what is still to come to nowhere: its reader left, and what is buffered must not raise again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def new_app() -> typer.Typer:
@@ -58,11 +75,40 @@ def run(app: typer.Typer, name: str, argv: list[str] | None = None) -> NoReturn:
 
     argv: arguments without the program name; None takes those of the process.
     """
+    _prepare_streams()
+    _end_on_signals()
+    sys.exit(_exit_code(lambda: app(args=argv, prog_name=name, standalone_mode=False), name))
+
+
+def _prepare_streams() -> None:
+    """A closed stream becomes /dev/null, and a character that the terminal's encoding lacks ends no command."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            # The lowest free descriptor is the closed one. Left free, the next file to be opened would take its place.
+            os.open(os.devnull, os.O_RDWR)
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8", closefd=False))
     for stream in (sys.stdout, sys.stderr):
-        # A character that the terminal's encoding lacks must not end the command.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    sys.exit(_exit_code(lambda: app(args=argv, prog_name=name, standalone_mode=False), name))
+
+
+def _end_on_signals() -> None:
+    """SIGTERM and SIGHUP unwind like Ctrl-C, so that files are removed and the terminal is put back as it was."""
+
+    def end(_signal: int, _frame: FrameType | None) -> NoReturn:
+        raise SystemExit(ExitCode.INTERRUPTED)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # one that was ignored (nohup) stays so
+            signal.signal(number, end)
+
+
+def _complain(name: str, text: str) -> None:
+    """The last line of a command; a stderr that cannot be written must not change its exit code."""
+    try:
+        print(f"{name}: {one_line(text)}", file=sys.stderr, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 def _exit_code(call: Callable[[], Any], name: str) -> int:
@@ -72,6 +118,10 @@ def _exit_code(call: Callable[[], Any], name: str) -> int:
         return _report(name, error)
     except KeyboardInterrupt:
         return _interrupted(name)
+    except SystemExit as left:
+        if left.code == ExitCode.INTERRUPTED:
+            return _interrupted(name)
+        raise
     # From a guarded command, or from typer, which makes Ctrl-C a result of its own without a word.
     if result == ExitCode.INTERRUPTED:
         return _interrupted(name)
@@ -79,7 +129,7 @@ def _exit_code(call: Callable[[], Any], name: str) -> int:
 
 
 def _interrupted(name: str) -> int:
-    print(f"{name}: interrupted", file=sys.stderr)
+    _complain(name, "interrupted")
     return ExitCode.INTERRUPTED
 
 
@@ -91,18 +141,19 @@ def _report(name: str, error: Exception) -> int:
         return _interrupted(name)
     format_message = getattr(error, "format_message", None)
     if callable(format_message):
-        print(f"{name}: {one_line(format_message())} (see {name} --help)", file=sys.stderr)
+        _complain(name, f"{format_message()} (see {name} --help)")
         return ExitCode.BAD_INPUT
     if isinstance(error, M3Error):
-        print(f"{name}: {one_line(str(error))}", file=sys.stderr)
+        _complain(name, str(error))
         return error.exit_code
     if isinstance(error, MemoryError):
-        print(f"{name}: not enough memory", file=sys.stderr)
+        _complain(name, "not enough memory")
         return ExitCode.MACHINE
+    if isinstance(error, OSError) and error.errno is not None:
+        what = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+        _complain(name, f"{what}{error.strerror}")
+        return ExitCode.MACHINE if error.errno in _NO_ROOM else ExitCode.BAD_INPUT
     place = traceback.extract_tb(error.__traceback__)[-1]
-    print(
-        f"{name}: internal error, please report: {type(error).__name__}: {one_line(str(error))} "
-        f"({Path(place.filename).name}:{place.lineno})",
-        file=sys.stderr,
-    )
+    where = f"{Path(place.filename).name}:{place.lineno}"
+    _complain(name, f"internal error, please report: {type(error).__name__}: {error} ({where})")
     return ExitCode.BUG

@@ -18,7 +18,7 @@ from typing import Any, Literal, Self, TypeAlias, TypedDict, Unpack
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from m3_runtime.errors import InputError
+from m3_runtime.errors import InputError, MachineError
 from m3_runtime.gguf_reader import GGUF, Tensor
 from m3_runtime.native import call, ffi, lib, size_of, text
 from m3_runtime.quantize import TensorType
@@ -273,7 +273,12 @@ class Session:
         self._caller = threading.Lock()
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="m3-session")
         # Its thread is started here: a Ctrl-C that arrived while it starts would lose sight of the first evaluation.
-        self._worker.submit(int).result()
+        try:
+            self._worker.submit(int).result()
+        except RuntimeError as error:
+            lib.m3_session_close(self._pointer)
+            self._pointer = ffi.NULL
+            raise MachineError(f"no thread can be started: {error}") from None
 
     def _open_pointer(self) -> Any:
         if self._pointer == ffi.NULL:

@@ -12,6 +12,7 @@ from typing import Any
 
 from m3_runtime import memory
 from m3_runtime.chat import ChatFormat, ChatLoop, Conversation, PipeReader, TerminalReader, first_messages
+from m3_runtime.command import one_line
 from m3_runtime.engine import Memory, Model, SessionOptions
 from m3_runtime.errors import ContextError, ExitCode, InputError
 from m3_runtime.generate import Answer, FinishReason, Generator, Prompt
@@ -259,4 +260,4 @@ def _rounded(rate: float | None) -> float | None:
 
 def _say(text: str) -> None:
     """One line of status on stderr."""
-    print(f"m3-run: {text}", file=sys.stderr, flush=True)
+    print(f"m3-run: {one_line(text)}", file=sys.stderr, flush=True)

@@ -403,3 +403,17 @@ def test_the_broken_tensor_of_these_tests_is_the_last(make_folder, m3_convert) -
     """The tests above that fail late rest on this."""
     plan = m3_convert(make_folder(), "--dry-run", "--json").json
     assert plan["tensors"][-1]["source"] == NAN_NORM
+
+
+def test_files_of_a_hub_snapshot_are_part_of_the_source(small, m3_convert, tmp_path) -> None:
+    """The hub's cache keeps the files elsewhere and links to them."""
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
+    shutil.copytree(small, blobs)
+    snapshot.mkdir()
+    for file in blobs.iterdir():
+        (snapshot / file.name).symlink_to(file)
+    before = (blobs / "config.json").read_bytes()
+    for out in (snapshot / "config.json", blobs / "config.json", blobs / "tokenizer.json"):
+        outcome = m3_convert(snapshot, out)
+        assert outcome.code == 2 and "part of the source" in outcome.err
+    assert (blobs / "config.json").read_bytes() == before
