@@ -10,6 +10,9 @@ from m3_convert.metadata import ARCHITECTURE, Metadata
 from m3_convert.plan import Plan, aligned
 from m3_runtime.engine import Model
 from m3_runtime.errors import InputError
+from m3_runtime.sampler import SamplerOptions
+from m3_runtime.template import ChatTemplate
+from m3_runtime.text import ChatTokenizer
 
 
 def header_bytes(plan: Plan, metadata: Metadata) -> bytes:
@@ -41,12 +44,20 @@ def header_bytes(plan: Plan, metadata: Metadata) -> bytes:
 
 
 def check_header(header: bytes, name: str) -> None:
-    """Lets the engine judge the header, so that no file is written that it would refuse to open.
+    """Lets the engine and the chat judge the header, so that no file is written that m3-run would refuse.
 
-    `name` of the file stands in messages. Raises InputError as opening the file would.
+    `name` of the file stands in messages. Raises InputError as running the file would: dimensions, tokenizer, sampling
+    defaults, chat template (which may be absent).
     """
-    with Model.from_header(header, name, device="cpu"):
-        pass
+    with Model.from_header(header, name, device="cpu") as model:
+        metadata = model.gguf.metadata
+        try:
+            ChatTokenizer(metadata)
+            SamplerOptions.from_metadata(metadata)
+            if "tokenizer.chat_template" in metadata:
+                ChatTemplate.from_metadata(metadata)
+        except InputError as error:
+            raise InputError(f"{name}: m3-run would refuse the file: {error}") from error
 
 
 def file_bytes(plan: Plan, header: bytes) -> int:

@@ -95,7 +95,8 @@ def test_dry_run_prints_every_tensor_and_the_total(make_folder, m3_convert, tmp_
             str(tensor["bytes"]),
         ]
         assert row == expected + (["+1"] if tensor["plus_one"] else [])
-    assert "left out: 59 tensors of the vision part" in lines
+    assert sum(line.startswith("left out (vision): vision_tower.") for line in lines) == 51
+    assert sum(line.startswith("left out (vision): ") for line in lines) == 59
     assert any(line.startswith(f"total: 54 tensors, {plan['file_bytes']} bytes (") for line in lines)
     assert lines[-1].startswith("disk: ") and lines[-1].endswith("enough")
     assert files(tmp_path) == set()
@@ -144,7 +145,7 @@ def test_outputs_that_cannot_be(make_folder, m3_convert, tmp_path, name: str) ->
         "missing/out.gguf": "does not exist",
         "source": "expected a file name for the GGUF, found a folder",
         "source/config.json": "is part of the source",
-        "shard": "is a shard of the source",
+        "shard": "is part of the source",
         "pipe": "expected a file, found a device or pipe",
     }
     os.mkfifo(tmp_path / "pipe")
@@ -405,10 +406,10 @@ def test_the_broken_tensor_of_these_tests_is_the_last(make_folder, m3_convert) -
     assert plan["tensors"][-1]["source"] == NAN_NORM
 
 
-def test_files_of_a_hub_snapshot_are_part_of_the_source(small, m3_convert, tmp_path) -> None:
+def test_files_of_a_hub_snapshot_are_part_of_the_source(make_folder, m3_convert, tmp_path) -> None:
     """The hub's cache keeps the files elsewhere and links to them."""
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
-    shutil.copytree(small, blobs)
+    make_folder().rename(blobs)
     snapshot.mkdir()
     for file in blobs.iterdir():
         (snapshot / file.name).symlink_to(file)
@@ -417,3 +418,18 @@ def test_files_of_a_hub_snapshot_are_part_of_the_source(small, m3_convert, tmp_p
         outcome = m3_convert(snapshot, out)
         assert outcome.code == 2 and "part of the source" in outcome.err
     assert (blobs / "config.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "says"),
+    [
+        ("generation_config.json", '{"eos_token_id": 980, "top_p": 1.5}', "top_p"),
+        ("chat_template.jinja", "{% if %}", "chat template"),
+    ],
+)
+def test_what_m3_run_would_refuse_is_not_written(make_folder, m3_convert, tmp_path, file, text, says) -> None:
+    folder = make_folder()
+    (folder / file).write_text(text)
+    outcome = m3_convert(folder, tmp_path / "out.gguf")
+    assert outcome.code == 2 and says in outcome.err
+    assert not list(tmp_path.glob("out.gguf*"))
