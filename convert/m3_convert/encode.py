@@ -15,6 +15,7 @@ from m3_convert.decode import Bytes, SourceReader, Values, all_finite, read_raw,
 from m3_convert.plan import PlannedTensor
 from m3_convert.tensor_map import SourceMatrix
 from m3_runtime.errors import InputError, M3Error
+from m3_runtime.interrupts import hold_signals
 from m3_runtime.quantize import TensorType, quantize_rows, row_bytes
 
 SLAB_ELEMENTS: Final = 1 << 22  #: elements in work at a time, all threads together: 16 MiB as float32
@@ -55,8 +56,9 @@ class Encoder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._pool.shutdown(cancel_futures=True)
-        self._reader.close()
+        with hold_signals():
+            self._pool.shutdown(cancel_futures=True)
+            self._reader.close()
 
     def slabs(self, tensor: PlannedTensor) -> Iterator[Bytes]:
         """The bytes of a tensor in file order, uint8 [rows, bytes of a row], a slab of rows at a time.
@@ -88,14 +90,15 @@ class Encoder:
         try:
             for first in range(0, matrix.rows, step):
                 rows = _Rows(tensor.type, matrix, tensor.plus_one, first, min(step, matrix.rows - first))
-                work.append(self._pool.submit(_encode_rows, self._reader, rows))
+                with hold_signals():
+                    work.append(self._pool.submit(_encode_rows, self._reader, rows))
                 # One slab more than there are threads, so that they have work while this one is written.
                 if len(work) > self._threads:
-                    slab = work.popleft().result()
+                    slab = _result(work.popleft())
                     magnitude += slab.magnitude
                     yield slab.data
             while work:
-                slab = work.popleft().result()
+                slab = _result(work.popleft())
                 magnitude += slab.magnitude
                 yield slab.data
         except _RefusedError as refused:
@@ -145,6 +148,12 @@ class _Rows:
 class _Slab:
     data: Bytes
     magnitude: float  #: sum of absolute values of an FP8 source, else 0
+
+
+def _result(slab: Future[_Slab]) -> _Slab:
+    """Waits for a slab, Ctrl-C or not: it takes a fraction of a second, and the lock of a future is not to be lost."""
+    with hold_signals():
+        return slab.result()
 
 
 class _RefusedError(Exception):

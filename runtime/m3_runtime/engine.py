@@ -8,7 +8,7 @@ with Model("m3.gguf") as model, model.session(context=4096) as session:
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -18,8 +18,9 @@ from typing import Any, Literal, Self, TypeAlias, TypedDict, Unpack
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from m3_runtime.errors import InputError, MachineError
+from m3_runtime.errors import CancelledError, InputError, MachineError
 from m3_runtime.gguf_reader import GGUF, Tensor
+from m3_runtime.interrupts import HeldSignals, hold_signals
 from m3_runtime.native import call, ffi, lib, size_of, text
 from m3_runtime.quantize import TensorType
 
@@ -258,8 +259,8 @@ class Model:
 class Session:
     """One paged cache with its sequences. Use it as a context manager.
 
-    Evaluations run on a thread of the session, so that Ctrl-C stops them: KeyboardInterrupt is raised and the
-    sequence keeps the length it had.
+    Evaluations run on a thread of the session, so that Ctrl-C stops them: KeyboardInterrupt (or what else a signal
+    handler raises) comes out of the evaluation once the sequence has the length it had.
     """
 
     def __init__(self, model: Model, options: SessionOptions) -> None:
@@ -272,9 +273,9 @@ class Session:
         self._rows = 0
         self._caller = threading.Lock()
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="m3-session")
-        # Its thread is started here: a Ctrl-C that arrived while it starts would lose sight of the first evaluation.
         try:
-            self._worker.submit(int).result()
+            with hold_signals():
+                self._worker.submit(int).result()  # starts the thread
         except RuntimeError as error:
             lib.m3_session_close(self._pointer)
             self._pointer = ffi.NULL
@@ -321,14 +322,16 @@ class Session:
         out = np.empty(shape, np.float32)
         lengths = [(seq, len(part)) for (seq, _), part in zip(parts, rows, strict=True)]
         batch, keep = self._batch(lengths, joined, out, _choose(_OUTPUT, output, "output"))
-        with self._exclusively():
+        with self._exclusively() as held:
             before = [(seq, int(lib.m3_session_length(pointer, seq))) for seq, _ in parts]
+            # The buffers travel with the work, which outlives an exception of `progress` until it is cancelled.
+            future = self._worker.submit(_evaluate, pointer, batch, (out, joined, keep))
             try:
-                # The buffers travel with the work: it may outlive this call by the moment it takes to cancel it.
-                future = self._worker.submit(_evaluate, pointer, batch, (out, joined, keep))
-                self._wait(future, progress)
+                self._wait(future, held, progress)
+                if held.pending:  # it came when all was done
+                    raise CancelledError("the evaluation was cancelled")
             except BaseException:
-                self._drain()
+                self._drain(future)
                 for seq, length in before:
                     if lib.m3_session_length(pointer, seq) > length:
                         call(lib.m3_session_rewind, pointer, seq, length)
@@ -337,14 +340,15 @@ class Session:
         return out
 
     @contextmanager
-    def _exclusively(self) -> Iterator[None]:
+    def _exclusively(self) -> Iterator[HeldSignals]:
         """One caller at a time: a session is not made for more, and the engine does not look."""
-        if not self._caller.acquire(blocking=False):
-            raise InputError("the session is in use on another thread")
-        try:
-            yield
-        finally:
-            self._caller.release()
+        with hold_signals() as held:
+            if not self._caller.acquire(blocking=False):
+                raise InputError("the session is in use on another thread")
+            try:
+                yield held
+            finally:
+                self._caller.release()
 
     def _as_rows(self, part: ArrayLike) -> NDArray[Any]:
         if self._window_first:
@@ -377,28 +381,25 @@ class Session:
         batch.out, batch.out_count = target, out.size
         return batch, [spans, source, target]
 
-    def _wait(self, future: Future[None], progress: Progress | None) -> None:
+    def _wait(self, future: Future[None], held: HeldSignals, progress: Progress | None) -> None:
         while True:
             try:
-                future.result(_POLL if progress else None)
+                future.result(_POLL)
                 return
             except FutureTimeoutError:
                 if future.done():
                     raise
-            if progress:
+            if held.pending:
+                # Again each time: a cancellation before the evaluation has begun is lost.
+                lib.m3_session_cancel(self._pointer)
+            elif progress:
                 progress(*self.progress())
 
-    def _drain(self) -> None:
-        """Cancels whatever the worker still does and waits for its end, further Ctrl-C or not."""
-        idle: Future[int] | None = None
-        while idle is None or not idle.done():
-            try:
-                # The worker takes one thing after the other: when this is done, so is all before it.
-                idle = idle or self._worker.submit(int)
-                lib.m3_session_cancel(self._pointer)
-                idle.result(_POLL)
-            except (FutureTimeoutError, KeyboardInterrupt):
-                continue
+    def _drain(self, future: Future[Any]) -> None:
+        """Cancels evaluations until one that nobody wants any more has ended."""
+        while not future.done():
+            lib.m3_session_cancel(self._pointer)
+            wait((future,), _POLL)
 
     def cancel(self) -> None:
         """Asks a running evaluation, which is on another thread, to stop with CancelledError."""
@@ -459,11 +460,13 @@ class Session:
         """Cancels what still runs and frees the cache. A second call does nothing."""
         if self._pointer == ffi.NULL:
             return
-        self._drain()
-        self._worker.shutdown(wait=False)
-        pointer, self._pointer = self._pointer, ffi.NULL
-        lib.m3_session_close(pointer)
-        self._model._forget(self)
+        with hold_signals():
+            # The worker takes one thing after the other: when this is done, so is all before it.
+            self._drain(self._worker.submit(int))
+            self._worker.shutdown(wait=False)
+            pointer, self._pointer = self._pointer, ffi.NULL
+            lib.m3_session_close(pointer)
+            self._model._forget(self)
 
     def __enter__(self) -> Self:
         return self
