@@ -2,6 +2,8 @@
 PYTHON ?= python3
 CC ?= cc
 VENV := .venv
+STAMP := $(VENV)/.installed
+PY := $(VENV)/bin/python
 LIB := runtime/m3_runtime/lib
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 Q := $(if $(V),,@)
@@ -10,24 +12,26 @@ WARNINGS := -Wall -Wextra -Wpedantic -Wshadow -Wvla -Wstrict-prototypes -Wmissin
 # Warnings are errors where they are looked after (make WERROR=-Werror, as CI does), not on every compiler of a user.
 WERROR ?=
 # No contraction: what is fused is said in the source. No -march: kernels are chosen when the library runs.
-BASE := -std=c11 -D_GNU_SOURCE -fopenmp -fPIC -fvisibility=hidden -ffp-contract=off $(WARNINGS) -Inative/include -Inative/src
+BASE := -std=c11 -D_GNU_SOURCE -fopenmp -fPIC -fvisibility=hidden -ffp-contract=off $(WARNINGS) -Inative/include -Inative/src -Ibuild/generated
 CFLAGS ?= -O2 -g1
 SANITIZE := -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 
-SOURCES := $(wildcard native/src/*.c) $(wildcard native/src/cpu/*.c)
-HEADERS := $(wildcard native/include/*.h) $(wildcard native/src/*.h) $(wildcard native/src/cpu/*.h)
+SOURCES := $(wildcard native/src/*.c) $(wildcard native/src/cpu/*.c) $(wildcard native/src/quant/*.c)
+HEADERS := $(wildcard native/include/*.h) $(wildcard native/src/*.h) $(wildcard native/src/cpu/*.h) $(wildcard native/src/quant/*.h)
+TABLES := build/generated/tables.h
 OBJECTS := $(SOURCES:native/src/%.c=build/release/%.o)
 ASAN_OBJECTS := $(SOURCES:native/src/%.c=build/asan/%.o)
 C_TESTS := $(patsubst tests/native/%.c,%,$(wildcard tests/native/test_*.c))
 C_TEST_HEADERS := $(wildcard tests/native/*.h)
 
 ifeq ($(shell uname -m),x86_64)
-%/cpu/kernels_avx2.o: ISA := -mavx2 -mfma -mf16c
+%/cpu/kernels_avx2.o %/cpu/decode_avx2.o: ISA := -mavx2 -mfma -mf16c
 %/cpu/kernels_avx512.o: ISA := -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c
 endif
 %/version.o: ISA := -DM3_VERSION_STRING='"$(VERSION)"'
 
-.PHONY: all native install demo test check-native test-aarch64 test-lowest lint format oracle golden clean
+.PHONY: all native install demo test check-native test-aarch64 test-lowest lint format oracle golden clean \
+  nano-data train-nano check-nano
 .SECONDARY:
 all: native
 
@@ -55,18 +59,29 @@ build/asan/%.o: native/src/%.c $(HEADERS) Makefile pyproject.toml
 	@echo "CC $< (sanitizers)"
 	$(Q)$(CC) $(BASE) $(SANITIZE) $(ISA) -c -o $@ $<
 
+# The codebooks of the IQ types come from the gguf package. setup.py names a Python that has it (the environment of a
+# package build); else it is the one of the virtual environment, which is made first.
+ifdef GGUF_PYTHON
+$(TABLES): native/make_tables.py
+else
+GGUF_PYTHON = $(PY)
+$(TABLES): native/make_tables.py $(STAMP)
+endif
+	@echo "MAKE $@"
+	$(Q)$(GGUF_PYTHON) $< $@
+
+build/release/quant/codebooks.o build/asan/quant/codebooks.o: $(TABLES)
+
 # ------------------------------------------------------------------------------------------------ installation
 
-# One stamp for everything installed: the project itself (editable) and the tools of tests and lint.
-STAMP := $(VENV)/.installed
-PY := $(VENV)/bin/python
-
+# One stamp for everything installed: the project itself (editable) and the tools of tests and lint. M3_ENGINE=make tells
+# setup.py that the engine is built here.
 $(STAMP): pyproject.toml setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "m3-gguf needs Python 3.11 or later, this is $$($(PYTHON) --version); set PYTHON=" >&2; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || \
 	  { echo "no virtual environment could be made: on Debian and Ubuntu install python3-venv" >&2; exit 1; }
-	$(PY) -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	M3_ENGINE=make $(PY) -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $@
 
 install: native $(STAMP)
@@ -102,14 +117,14 @@ test: install check-native
 # pytest with the lowest versions of the dependencies, in an environment of its own.
 test-lowest: native
 	$(PYTHON) -m venv build/lowest
-	build/lowest/bin/pip install --quiet --disable-pip-version-check --constraint tests/lowest.txt --editable '.[dev]'
+	M3_ENGINE=make build/lowest/bin/pip install --quiet --disable-pip-version-check --constraint tests/lowest.txt --editable '.[dev]'
 	build/lowest/bin/python -m pytest
 
 # The same C tests on AArch64 (NEON) by emulation: Debian packages gcc-aarch64-linux-gnu and qemu-user.
 test-aarch64: $(C_TESTS:%=build/aarch64/%)
 	@for t in $^; do echo "== $$t"; qemu-aarch64 $$t || exit 1; done
 
-build/aarch64/%: tests/native/%.c $(C_TEST_HEADERS) $(SOURCES) $(HEADERS)
+build/aarch64/%: tests/native/%.c $(C_TEST_HEADERS) $(SOURCES) $(HEADERS) $(TABLES)
 	@mkdir -p $(@D)
 	aarch64-linux-gnu-gcc -static $(BASE) -O2 -DM3_VERSION_STRING='"$(VERSION)"' -Itests/native -o $@ $< $(SOURCES) -lm
 
@@ -126,12 +141,12 @@ format: install
 
 # ------------------------------------------------------------------------------------------------ references
 
-# An environment of its own for what only checks against transformers need.
+# An environment of its own for what needs torch and transformers: references, and the training of m3-nano.
 REFERENCE := build/reference/.installed
-$(REFERENCE):
+REFERENCE_PY := build/reference/bin/python
+$(REFERENCE): pyproject.toml
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/pip install --quiet --disable-pip-version-check \
-	  torch==2.13.0 transformers==5.24.0 gguf safetensors tokenizers numpy
+	$(REFERENCE_PY) -m pip install --quiet --disable-pip-version-check torch==2.13.0 --editable '.[dev,train]'
 	@touch $@
 
 # The engine and the converter against stored runs of transformers that lie outside the repository, in $(SHARED)/oracle.
@@ -141,8 +156,32 @@ oracle: install $(REFERENCE)
 
 # Makes the golden vectors of tests/golden again.
 golden: $(REFERENCE)
-	build/reference/bin/python tests/golden/make_golden.py
-	build/reference/bin/python tests/golden/make_chat_templates.py $(wildcard $(SHARED)/oracle/chat_template.jinja)
+	$(REFERENCE_PY) tests/golden/make_golden.py
+	$(REFERENCE_PY) tests/golden/make_chat_templates.py $(wildcard $(SHARED)/oracle/chat_template.jinja)
+
+# ------------------------------------------------------------------------------------------------ m3-nano
+
+# models/m3-nano is in the repository; these make it again. DATA needs Debian's packages, RUN a GPU with bfloat16.
+NANO := models/m3-nano
+NANO_ENV := PYTHONPATH=$(NANO)/train:tests:convert:runtime
+NANO_CORPUS ?= build/nano/corpus
+NANO_DATA ?= build/nano/data
+NANO_RUN ?= build/nano/run
+NANO_SECONDS ?= 1200
+TRAIN_PYTHON ?= $(REFERENCE_PY)
+
+nano-data: $(REFERENCE)
+	$(NANO_ENV) $(REFERENCE_PY) $(NANO)/train/corpus.py $(NANO_CORPUS)
+	$(NANO_ENV) $(REFERENCE_PY) $(NANO)/train/vocabulary.py $(NANO_CORPUS) $(NANO_DATA)
+
+# On a machine with a GPU; TRAIN_PYTHON= names a Python that has the packages of the extra [train] already.
+train-nano:
+	$(NANO_ENV) $(TRAIN_PYTHON) $(NANO)/train/train.py $(NANO_DATA) $(NANO_RUN) --seconds $(NANO_SECONDS)
+	$(NANO_ENV) $(TRAIN_PYTHON) $(NANO)/train/checkpoint.py $(NANO_RUN) $(NANO_DATA) $(NANO)
+
+# The training code on a CPU with a model made for tests.
+check-nano: native $(REFERENCE)
+	$(REFERENCE_PY) -m pytest tests/models
 
 clean:
 	rm -rf build demo $(LIB)/libm3.so $(LIB)/m3.h

@@ -1,6 +1,8 @@
 """Builds the engine with make before packaging, and tags wheels py3-none-<platform>: one library serves any Python."""
 
+import os
 import subprocess
+import sys
 
 from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -11,7 +13,9 @@ class BuildWithEngine(build_py):
     """Compiles libm3 into the package folder, then copies the package."""
 
     def run(self) -> None:
-        subprocess.run(["make", "native"], check=True)
+        # Under `make install` the engine is built by that make, in the same folder at the same time.
+        if os.environ.get("M3_ENGINE") != "make":
+            subprocess.run(["make", "native", f"GGUF_PYTHON={sys.executable}"], check=True)
         super().run()
 
 

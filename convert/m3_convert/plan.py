@@ -15,8 +15,33 @@ from m3_runtime.quantize import TensorType, row_bytes
 
 ALIGNMENT = 32  #: bytes; the default of GGUF, which needs no key
 
-# general.file_type: what most of the weights are.
-FILE_TYPES = {TensorType.F32: 0, TensorType.F16: 1, TensorType.Q8_0: 7, TensorType.BF16: 32}
+# general.file_type: what most of the weights are. GGUF's numbers; where it has several for mixtures around one type,
+# the purest.
+FILE_TYPES = {
+    TensorType.F32: 0,
+    TensorType.F16: 1,
+    TensorType.Q4_0: 2,
+    TensorType.Q4_1: 3,
+    TensorType.Q8_0: 7,
+    TensorType.Q5_0: 8,
+    TensorType.Q5_1: 9,
+    TensorType.Q2_K: 10,
+    TensorType.Q3_K: 11,
+    TensorType.Q4_K: 14,
+    TensorType.Q5_K: 16,
+    TensorType.Q6_K: 18,
+    TensorType.IQ2_XXS: 19,
+    TensorType.IQ2_XS: 20,
+    TensorType.IQ3_XXS: 23,
+    TensorType.IQ1_S: 24,
+    TensorType.IQ4_NL: 25,
+    TensorType.IQ3_S: 26,
+    TensorType.IQ2_S: 28,
+    TensorType.IQ4_XS: 30,
+    TensorType.IQ1_M: 31,
+    TensorType.BF16: 32,
+    TensorType.MXFP4: 38,
+}
 
 
 @dataclass(frozen=True)

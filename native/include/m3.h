@@ -37,7 +37,7 @@ extern "C" {
 
 /* [declarations] The part down to [end of declarations] is free of macros and is read by cffi as it stands. */
 
-#define M3_ABI_VERSION 1
+#define M3_ABI_VERSION 2
 
 /* Limits. A file or an option beyond them is refused by name. */
 #define M3_MAX_LAYERS 1024
@@ -76,12 +76,32 @@ typedef struct m3_error {
                       * stand in it byte for byte, so that it is UTF-8 only as far as they are */
 } m3_error;
 
-/* Tensor types by their GGUF number. Types that are not listed are refused by name or number. */
+/* Tensor types by their GGUF number; block sizes in elements and bytes. Types that are not listed are refused by name
+ * or number. */
 typedef enum m3_type {
   M3_TYPE_F32 = 0,
   M3_TYPE_F16 = 1,
-  M3_TYPE_Q8_0 = 8, /* blocks of 32: float16 scale, then 32 int8 */
-  M3_TYPE_BF16 = 30
+  M3_TYPE_Q4_0 = 2,     /* 32, 18: scale */
+  M3_TYPE_Q4_1 = 3,     /* 32, 20: scale, offset */
+  M3_TYPE_Q5_0 = 6,     /* 32, 22 */
+  M3_TYPE_Q5_1 = 7,     /* 32, 24 */
+  M3_TYPE_Q8_0 = 8,     /* 32, 34: float16 scale, then 32 int8 */
+  M3_TYPE_Q2_K = 10,    /* 256, 84: scale and offset for each 16 */
+  M3_TYPE_Q3_K = 11,    /* 256, 110: scale for each 16 */
+  M3_TYPE_Q4_K = 12,    /* 256, 144: scale and offset for each 32 */
+  M3_TYPE_Q5_K = 13,    /* 256, 176: scale and offset for each 32 */
+  M3_TYPE_Q6_K = 14,    /* 256, 210: scale for each 16 */
+  M3_TYPE_IQ2_XXS = 16, /* 256, 66: codebook; to write it needs importance */
+  M3_TYPE_IQ2_XS = 17,  /* 256, 74: codebook; needs importance */
+  M3_TYPE_IQ3_XXS = 18, /* 256, 98: codebook */
+  M3_TYPE_IQ1_S = 19,   /* 256, 50: codebook; needs importance */
+  M3_TYPE_IQ4_NL = 20,  /* 32, 18: scale, uneven steps */
+  M3_TYPE_IQ3_S = 21,   /* 256, 110: codebook */
+  M3_TYPE_IQ2_S = 22,   /* 256, 82: codebook */
+  M3_TYPE_IQ4_XS = 23,  /* 256, 136: scale for each 32, uneven steps */
+  M3_TYPE_IQ1_M = 29,   /* 256, 56: codebook; needs importance */
+  M3_TYPE_BF16 = 30,
+  M3_TYPE_MXFP4 = 39 /* 32, 17: a power of two, E2M1 numbers */
 } m3_type;
 
 typedef enum m3_device { M3_DEVICE_AUTO = 0, M3_DEVICE_CPU = 1, M3_DEVICE_CUDA = 2 } m3_device;
@@ -115,6 +135,9 @@ const char *m3_type_name(int32_t type);
 /* Elements per block of a type (1 for F32, F16, BF16), 0 for an unknown type. */
 int64_t m3_type_block_size(int32_t type);
 
+/* 1 for a type that m3_quantize writes with importance only (IQ2_XXS, IQ2_XS, IQ1_S, IQ1_M), else 0. */
+int32_t m3_type_needs_importance(int32_t type);
+
 /* Bytes of one row of n elements, or -1 if the type is unknown, n is negative or not a multiple of its block. */
 int64_t m3_row_bytes(int32_t type, int64_t n);
 
@@ -123,20 +146,29 @@ typedef struct m3_row_set {
   uint32_t struct_size;
   int32_t type; /* an m3_type */
   int64_t n_rows;
-  int64_t n_per_row;  /* a whole number of the type's blocks */
-  float *values;      /* [n_rows, n_per_row] */
-  void *data;         /* [n_rows, m3_row_bytes(type, n_per_row)] */
+  int64_t n_per_row; /* a whole number of the type's blocks */
+  float *values;     /* [n_rows, n_per_row] */
+  void *data;        /* [n_rows, m3_row_bytes(type, n_per_row)]; an even address, of F32 a multiple of 4 (MXFP4: any) */
   int64_t data_bytes; /* size of data; must be that product */
   int32_t n_threads;  /* 0 takes all cores (see M3_FEW_THREADS) */
+  /* [n_per_row] weights of the squared error of each column, the same for every row; finite, at least 0. NULL: all
+   * equal, which a block whose weights are all 0 falls back to. Types that only round take no notice of it, nor does
+   * m3_dequantize. */
+  const float *importance;
 } m3_row_set;
 
-/* values to data. Rounds to nearest even (Q8_0: nearest, ties away from zero, scale absmax/127 in float32 stored as
- * float16, as in GGUF). Refused with M3_ERROR_NOT_FINITE: NaN or infinity in values; a finite value that F16, BF16 or
- * a Q8_0 scale cannot hold. The message names the row, the column, the value and how many there are. data may be
- * written in part on failure. */
+/* values to data. F32, F16 and BF16 round to nearest even. Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 take their scale in float32
+ * from the extremes of the block, store it as float16 and round to nearest, ties away from zero (Q8_0) or up; their
+ * bytes are those of GGUF's other writers. The other types search for the least error, weighted by importance. The
+ * bytes do not depend on n_threads. Refused with M3_ERROR_NOT_FINITE: NaN or infinity in values; a finite value that
+ * the type cannot hold (above 65520 but for F32, BF16 and MXFP4, and for Q4_0, Q5_0 and Q8_0, which reach 8, 16 and 127
+ * times as far). The message names the row, the column, the value and how many there are. Refused with
+ * M3_ERROR_ARGUMENT: importance out of its range, or NULL for a type that needs it. With M3_ERROR_UNSUPPORTED: a type
+ * that can only be read. data may be written in part on failure. */
 m3_status m3_quantize(const m3_row_set *rows, m3_error *err);
 
-/* data to values. Exact (every stored value has one float32 value). */
+/* data to values. Exact: every stored value has one float32 value, bit for bit that of GGUF's other readers. Nothing in
+ * data is refused: a scale that is NaN or infinite gives such values. */
 m3_status m3_dequantize(const m3_row_set *rows, m3_error *err);
 
 /* ------------------------------------------------------------------------------------------------ GGUF */
@@ -258,8 +290,9 @@ m3_status m3_model_open_header(const void *bytes, uint64_t n_bytes, const char *
 void m3_model_close(m3_model *model); /* NULL is allowed; sessions of it must be closed first */
 
 /* Binds data to a weight of a header-only model. `expert` picks one matrix of a stacked expert tensor, -1
- * means the whole tensor. n_bytes must be the size that type and shape ask for. The data is not copied: it must
- * stay valid and unchanged until m3_model_unbind_layer, a second bind, or close. */
+ * means the whole tensor. n_bytes must be the size that type and shape ask for, and the address aligned as that of
+ * m3_row_set.data. The data is not copied: it must stay valid and unchanged until m3_model_unbind_layer, a second bind,
+ * or close. */
 m3_status m3_model_bind(m3_model *model, const char *tensor, int32_t expert, const void *data, uint64_t n_bytes,
                         m3_error *err);
 

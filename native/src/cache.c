@@ -3,7 +3,7 @@
 #include <inttypes.h>
 #include <stdlib.h>
 
-#include "quant.h"
+#include "quant/traits.h"
 
 #define NO_PAGE (-1)
 

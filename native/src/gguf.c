@@ -11,7 +11,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "quant.h"
+#include "quant/traits.h"
 
 #define MAX_KEY 65535u      /* the format's limit */
 #define MAX_TENSOR_NAME 64u /* the format's limit */
@@ -197,9 +197,8 @@ static m3_status take_tensor(cursor *c, m3_tensor *t) {
   t->type = (int32_t)type;
   if (!m3_traits(t->type)) {
     const char *known = m3_any_type_name(t->type);
-    return m3_fail(c->err, M3_ERROR_FORMAT,
-                   "%s: tensor '%.*s' has %s type %s (%" PRIu32 "); F32, F16, BF16 and Q8_0 can be read", file,
-                   clip(name), name.data, known ? "the" : "an unknown", known ? known : "number", type);
+    return m3_fail(c->err, M3_ERROR_FORMAT, "%s: tensor '%.*s' has %s type %s (%" PRIu32 "), which cannot be read",
+                   file, clip(name), name.data, known ? "the" : "an unknown", known ? known : "number", type);
   }
   if (t->ne[0] % m3_type_block_size(t->type))
     return m3_fail(c->err, M3_ERROR_FORMAT,

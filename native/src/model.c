@@ -8,7 +8,7 @@
 #include <string.h>
 
 #include "cpu/kernels.h"
-#include "quant.h"
+#include "quant/traits.h"
 
 #define ARCH "minimax-m3"
 
@@ -449,7 +449,7 @@ m3_status m3_model_bind(m3_model *m, const char *tensor, int32_t expert, const v
   uint64_t want = expert >= 0 ? t->n_bytes / (uint64_t)n_expert : t->n_bytes;
   if (n_bytes != want)
     return m3_fail(err, M3_ERROR_ARGUMENT, "tensor '%s': %" PRIu64 " bytes, expected %" PRIu64, tensor, n_bytes, want);
-  if (!data || (uintptr_t)data % (t->type == M3_TYPE_F32 ? 4 : 2))
+  if (!data || (uintptr_t)data % (uintptr_t)m3_traits(t->type)->alignment)
     return m3_fail(err, M3_ERROR_ARGUMENT, "tensor '%s': the data is NULL or not aligned to its elements", tensor);
   if (expert < 0) {
     free(w->experts);

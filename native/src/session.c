@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "quant.h"
+#include "quant/traits.h"
 #include "threads.h"
 
 #define DEFAULT_CHUNK 512

@@ -35,7 +35,7 @@ def test_help_names_every_option(m3_convert) -> None:
         (["{folder}", "{out}", "extra"], "unexpected extra argument"),
         (["{folder}", "{out}", "--threads", "-1"], "--threads"),
         (["{folder}", "{out}", "--threads", "many"], "--threads"),
-        (["{folder}", "{out}", "--type", "q4_k"], "--type: type 'q4_k' is not known, expected one of f32, f16"),
+        (["{folder}", "{out}", "--type", "q4"], "--type: type 'q4' is not known, expected one of f32, f16"),
         (["{folder}", "{out}", "--rule", "x"], "--rule 'x': expected PATTERN=TYPE"),
         (["{folder}", "{out}", "--rule", "nothing=f16"], "no tensor of this model matches 'nothing'"),
         (["./absent", "{out}"], "./absent: no such folder, and not an id on the Hub"),

@@ -15,10 +15,11 @@ from checkpoint_tensors import write_json
 from m3_convert.checkpoint import load_checkpoint
 from m3_convert.gguf_file import check_header, header_bytes
 from m3_convert.metadata import build_metadata
-from m3_convert.plan import plan_conversion
+from m3_convert.plan import FILE_TYPES, plan_conversion
 from m3_convert.rules import parse_default_type, parse_rule
 from m3_convert.vocabulary import load_vocabulary
 from m3_runtime.errors import InputError
+from m3_runtime.quantize import TensorType
 from make_checkpoint import SPECIAL_TOKENS, VISIBLE_TOKENS
 
 # What llama.cpp's converter writes for an M3 checkpoint (keys, order, value types), then the key that is ours.
@@ -135,6 +136,13 @@ def test_tensor_order_and_shapes(make_folder, read) -> None:
 def test_file_type(make_folder, read, default: str, rules: tuple[str, ...], expected: int) -> None:
     options = [option for rule in rules for option in ("--rule", rule)]
     assert value(read(make_folder(), "--type", default, *options), "general.file_type") == expected
+
+
+def test_every_type_has_a_file_type_of_its_own() -> None:
+    assert set(FILE_TYPES) == set(TensorType)
+    for type_, number in FILE_TYPES.items():
+        name = gguf.LlamaFileType(number).name
+        assert name.removeprefix("ALL_").removeprefix("MOSTLY_").removesuffix("_MOE") in (type_.name, f"{type_.name}_S")
 
 
 def test_alignment_and_offsets(make_folder, read) -> None:

@@ -18,7 +18,7 @@ from make_checkpoint import SPECIAL_TOKENS, TOP_IDS, VISIBLE_TOKENS
 U8, I8, U16, I16, U32, I32, F32, BOOL, STRING, ARRAY, U64, I64, F64 = range(13)
 _FORMATS = {U8: "B", I8: "b", U16: "H", I16: "h", U32: "I", I32: "i", F32: "f", BOOL: "?", U64: "Q", I64: "q", F64: "d"}
 
-TYPE_F32, TYPE_F16, TYPE_Q8_0, TYPE_Q4_K, TYPE_BF16 = 0, 1, 8, 12, 30
+TYPE_F32, TYPE_F16, TYPE_Q8_0, TYPE_Q4_K, TYPE_Q8_K, TYPE_BF16, TYPE_MXFP4 = 0, 1, 8, 12, 15, 30, 39
 
 
 def text(value: str | bytes, length: int | None = None) -> bytes:
@@ -337,8 +337,12 @@ def file_cases() -> list[Case]:
         tensor("withdrawn type 4", "'second.weight'.*4", type=4),
         tensor("type 2^32-1", "'second.weight'", type=2**32 - 1),
         tensor("type 2^31", "'second.weight'", type=2**31),
-        tensor("type Q4_K", "'second.weight'.*Q4_K", type=TYPE_Q4_K, ne=(256,)),
+        tensor("type Q8_K, which no file holds", "'second.weight'.*Q8_K", type=TYPE_Q8_K, ne=(256,)),
         tensor("Q8_0 rows of 3", "'second.weight'.*Q8_0", type=TYPE_Q8_0),
+        tensor("Q4_K rows of 32", "'second.weight'.*32.*Q4_K", type=TYPE_Q4_K, ne=(32,)),
+        tensor("MXFP4 rows of 16", "'second.weight'.*16.*MXFP4", type=TYPE_MXFP4, ne=(16, 2)),
+        tensor("Q4_K block a byte short", "'second.weight'.*bytes", type=TYPE_Q4_K, ne=(256,), data=bytes(143)),
+        tensor("MXFP4 block a byte short", "'second.weight'.*bytes", type=TYPE_MXFP4, ne=(32,), data=bytes(16)),
         tensor("offset not aligned", "'second.weight'.*align", offset=36),
         tensor("offset overlaps", "overlap|second.weight", offset=0),
         tensor("offset beyond the file", "'second.weight'.*bytes", offset=2**20),

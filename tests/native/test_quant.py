@@ -3,16 +3,22 @@
 import gguf
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis.extra.numpy import arrays
+from hypothesis.strategies import floats
 
 from m3_runtime.errors import InputError, NotFiniteError
 from m3_runtime.quantize import TensorType, dequantize_rows, quantize_rows
 
 BLOCK = 32
-TYPES = (TensorType.F32, TensorType.F16, TensorType.BF16, TensorType.Q8_0)
+ROUNDED = (TensorType.Q4_0, TensorType.Q4_1, TensorType.Q5_0, TensorType.Q5_1, TensorType.Q8_0)
+TYPES = (TensorType.F32, TensorType.F16, TensorType.BF16, *ROUNDED)
+WRITTEN = TYPES
 
 
 def oracle_quantize(type_, rows):
-    data = gguf.quants.quantize(rows, gguf.GGMLQuantizationType(int(type_)))
+    with np.errstate(over="ignore"):  # 1 / scale of a block too small for it
+        data = gguf.quants.quantize(rows, gguf.GGMLQuantizationType(int(type_)))
     return np.ascontiguousarray(data).view(np.uint8).reshape(len(rows), -1)
 
 
@@ -115,14 +121,14 @@ def test_bf16_ties_go_to_even():
     assert codes.tolist() == [0x3F80, 0x3F82, 0x3F81, 0x3F81]
 
 
-def q8_0_block(*values):
+def block_of(*values):
     block = np.zeros(BLOCK, np.float32)
     block[: len(values)] = values
     return block
 
 
 def test_q8_0_ties_go_away_from_zero():
-    rows = np.array([q8_0_block(127, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 0.49999997, 126.5, -126.5, -127)])
+    rows = np.array([block_of(127, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 0.49999997, 126.5, -126.5, -127)])
     data = quantize_rows(TensorType.Q8_0, rows)
     assert data[0, :2].view(np.float16)[0] == 1
     assert data[0, 2:13].view(np.int8).tolist() == [127, 1, 2, 3, -1, -2, -3, 0, 127, -127, -127]
@@ -132,23 +138,23 @@ def test_q8_0_ties_go_away_from_zero():
 def test_q8_0_edge_blocks_equal_gguf():
     tiny = np.float32(2.0**-149)
     blocks = [
-        q8_0_block(),
-        q8_0_block(-0.0, 0.0),
+        block_of(),
+        block_of(-0.0, 0.0),
         np.full(BLOCK, -0.0, np.float32),
-        q8_0_block(1.0),
-        q8_0_block(-1.0),
+        block_of(1.0),
+        block_of(-1.0),
         np.full(BLOCK, -3.25, np.float32),
-        q8_0_block(8321039.0, -8321039.0, 5.0),  # scale 65519.99: rounds to the largest float16
-        q8_0_block(8321039.5, 1.0),
-        q8_0_block(8300000.0, 2.0**-20),
-        q8_0_block(127 * 2.0**-14, 2.0**-14),  # the smallest normal scale
-        q8_0_block(127 * 2.0**-15, 2.0**-15),  # a subnormal scale
-        q8_0_block(127 * 2.0**-24, 2.0**-24),  # the smallest subnormal scale
-        q8_0_block(127 * 2.0**-25, 2.0**-25),  # a tie to zero: the scale is lost, the numbers stay
-        q8_0_block(127 * 2.0**-26, 2.0**-26),
-        q8_0_block(1e-30, -1e-31, 5e-32),
-        q8_0_block(1e-36, tiny, -tiny, 1e-37),  # 1 / scale is still finite
-        *(q8_0_block(127 * s, 0.5 * s, 1.5 * s, 63.5 * s, -0.5 * s) for s in (0.1, 0.3, 0.7, 1 / 3, 1e-3, 11.1)),
+        block_of(8321039.0, -8321039.0, 5.0),  # scale 65519.99: rounds to the largest float16
+        block_of(8321039.5, 1.0),
+        block_of(8300000.0, 2.0**-20),
+        block_of(127 * 2.0**-14, 2.0**-14),  # the smallest normal scale
+        block_of(127 * 2.0**-15, 2.0**-15),  # a subnormal scale
+        block_of(127 * 2.0**-24, 2.0**-24),  # the smallest subnormal scale
+        block_of(127 * 2.0**-25, 2.0**-25),  # a tie to zero: the scale is lost, the numbers stay
+        block_of(127 * 2.0**-26, 2.0**-26),
+        block_of(1e-30, -1e-31, 5e-32),
+        block_of(1e-36, tiny, -tiny, 1e-37),  # 1 / scale is still finite
+        *(block_of(127 * s, 0.5 * s, 1.5 * s, 63.5 * s, -0.5 * s) for s in (0.1, 0.3, 0.7, 1 / 3, 1e-3, 11.1)),
     ]
     rows = np.array(blocks, np.float32)
     data = quantize_rows(TensorType.Q8_0, rows)
@@ -156,13 +162,98 @@ def test_q8_0_edge_blocks_equal_gguf():
     assert_same_floats(dequantize_rows(TensorType.Q8_0, data, BLOCK), oracle_dequantize(TensorType.Q8_0, data))
 
 
-@pytest.mark.parametrize("value", [1e-37, 2.0**-126, 2.0**-140, 2.0**-149], ids=str)
-def test_q8_0_blocks_too_small_for_an_inverse_scale_become_zero(value):
-    # 1 / (value / 127) is infinite in float32, and what the gguf package then stores is not defined.
-    rows = np.array([q8_0_block(value, -value, 0.0), q8_0_block(1.0)], np.float32)
-    values = dequantize_rows(TensorType.Q8_0, quantize_rows(TensorType.Q8_0, rows), BLOCK)
+@pytest.mark.parametrize("type_", ROUNDED, ids=lambda t: t.name)
+@pytest.mark.parametrize("value", [1e-39, 2.0**-130, 2.0**-140, 2.0**-149], ids=str)
+def test_blocks_too_small_for_an_inverse_scale_become_zero(type_, value):
+    # 1 / scale is infinite in float32, and what the gguf package then stores is not defined.
+    rows = np.array([block_of(value, -value, 0.0), block_of(1.0)], np.float32)
+    values = dequantize_rows(type_, quantize_rows(type_, rows), BLOCK)
     assert (values[0] == 0).all()
     assert values[1, 0] == pytest.approx(1, rel=1e-3)
+
+
+def test_4_and_5_bit_edge_blocks_equal_gguf():
+    tiny = np.float32(2.0**-149)
+    random = np.random.default_rng(3)
+    steps = np.arange(-16, 16) / np.float32(2)
+    blocks = [
+        block_of(),
+        np.full(BLOCK, -0.0, np.float32),
+        np.full(BLOCK, 3.25, np.float32),
+        np.full(BLOCK, -3.25, np.float32),
+        block_of(1.0),
+        block_of(-1.0),
+        block_of(2.0, -2.0, 1.0),  # the first of equal magnitudes sets the sign of the scale
+        block_of(-2.0, 2.0, 1.0),
+        steps,  # every number, and the ties between them
+        -steps,
+        steps + np.float32(8),
+        np.nextafter(steps, np.float32(99)),
+        np.nextafter(steps, np.float32(-99)),
+        np.linspace(-7.5, 7.5, BLOCK, dtype=np.float32),
+        np.linspace(0, 15, BLOCK, dtype=np.float32),
+        np.linspace(0, 15.5, BLOCK, dtype=np.float32),
+        np.linspace(0, 31, BLOCK, dtype=np.float32),
+        block_of(65519.996, -65519.996, 5.0),
+        block_of(-65519.996, 1.0),
+        block_of(8 * 2.0**-24, 2.0**-24),  # the smallest subnormal scale of Q4_0
+        block_of(8 * 2.0**-25, 2.0**-25),  # a tie to zero
+        block_of(16 * 2.0**-24, 2.0**-24),
+        block_of(1e-30, -1e-31, 5e-32),
+        block_of(1e-36, tiny, -tiny, 1e-37),
+        *(random.standard_normal(BLOCK) * s + m for s in (1e-6, 1.0, 1e3) for m in (-2.0, 0.0, 3.0, 1e3)),
+    ]
+    rows = np.array(blocks, np.float32)
+    for type_ in ROUNDED:
+        data = quantize_rows(type_, rows)
+        assert_same_bytes(data, oracle_quantize(type_, rows), rows)
+        assert_same_floats(dequantize_rows(type_, data, BLOCK), oracle_dequantize(type_, data))
+
+
+@pytest.mark.parametrize("type_", ROUNDED, ids=lambda t: t.name)
+@settings(max_examples=150, deadline=None)
+@given(rows=arrays(np.float32, (3, BLOCK), elements=floats(-65504, 65504, width=32)))
+def test_any_values_are_written_as_gguf_writes_them(type_, rows):
+    rows += np.float32(0)  # no -0.0: which of two zeros is the least is not defined in numpy
+    # Blocks whose scale has no inverse have a test above; the scale is at least 1/127 of the range.
+    ranged = type_ in (TensorType.Q4_1, TensorType.Q5_1)
+    extent = rows.max(axis=1) - rows.min(axis=1) if ranged else np.abs(rows).max(axis=1)
+    rows[extent < 2.0**-118] = 0
+    assert_same_bytes(quantize_rows(type_, rows), oracle_quantize(type_, rows), rows)
+
+
+def test_importance_changes_nothing_where_there_is_only_rounding():
+    rows = np.random.default_rng(9).standard_normal((4, 2 * BLOCK), dtype=np.float32)
+    importance = np.arange(2 * BLOCK, dtype=np.float32)
+    for type_ in TYPES:
+        assert np.array_equal(quantize_rows(type_, rows, importance=importance), quantize_rows(type_, rows))
+
+
+@pytest.mark.parametrize(
+    ("importance", "message"),
+    [
+        (np.ones(BLOCK, np.float64), r"float64 \[32\], expected C-contiguous float32 \[32\]"),
+        (np.ones(BLOCK + 1, np.float32), r"float32 \[33\], expected .* \[32\]"),
+        (np.ones((2, BLOCK), np.float32), r"float32 \[2, 32\]"),
+        (np.ones(2 * BLOCK, np.float32)[::2], "C-contiguous"),
+        (block_of(0, 1, np.nan), "column 2 is nan"),
+        (block_of(0, 1, 1, np.inf), "column 3 is inf"),
+        (block_of(-1e-30), "column 0 is -1e-30"),
+    ],
+    ids=["float64", "too long", "of each row", "strided", "nan", "inf", "negative"],
+)
+def test_importance_out_of_its_range_is_refused(importance, message):
+    with pytest.raises(InputError, match=message) as error:
+        quantize_rows(TensorType.Q4_0, np.ones((2, BLOCK), np.float32), importance=importance)
+    assert "\n" not in str(error.value)
+
+
+def test_types_that_are_useless_without_importance_are_refused_without():
+    needing = {t for t in TensorType if t.needs_importance}
+    assert needing == {TensorType.IQ2_XXS, TensorType.IQ2_XS, TensorType.IQ1_S, TensorType.IQ1_M}
+    for type_ in needing:
+        with pytest.raises(InputError, match=f"{type_.name} needs importance"):
+            quantize_rows(type_, np.ones((1, 256), np.float32))
 
 
 def test_every_q8_0_scale_with_every_number():
@@ -181,7 +272,11 @@ def test_every_q8_0_scale_with_every_number():
         (TensorType.F16, 65520.0),
         (TensorType.F16, -1e30),
         (TensorType.BF16, 3.4e38),  # finite, but nearer to 2^128 than to the largest bfloat16
-        (TensorType.Q8_0, 8321040.0),  # scale 65520
+        (TensorType.Q4_0, 524160.0),  # scale 65520
+        (TensorType.Q4_1, -65520.0),
+        (TensorType.Q5_0, 1048320.0),
+        (TensorType.Q5_1, 65520.0),
+        (TensorType.Q8_0, 8321040.0),
         (TensorType.Q8_0, -1e38),
     ],
     ids=lambda value: value.name if isinstance(value, TensorType) else str(value),
@@ -199,8 +294,16 @@ def test_values_that_a_type_cannot_hold_are_refused(type_, value):
 
 @pytest.mark.parametrize(
     ("type_", "largest"),
-    [(TensorType.F16, 65519.996), (TensorType.BF16, float(from_bits([0x7F7F7FFF])[0])), (TensorType.Q8_0, 8321039.5)],
-    ids=["F16", "BF16", "Q8_0"],
+    [
+        (TensorType.F16, 65519.996),
+        (TensorType.BF16, float(from_bits([0x7F7F7FFF])[0])),
+        (TensorType.Q4_0, 524159.96),
+        (TensorType.Q4_1, 65519.996),
+        (TensorType.Q5_0, 1048319.9),
+        (TensorType.Q5_1, 65519.996),
+        (TensorType.Q8_0, 8321039.5),
+    ],
+    ids=lambda value: value.name if isinstance(value, TensorType) else "",
 )
 def test_the_largest_values_that_fit_stay_finite(type_, largest):
     rows = np.zeros((1, BLOCK), np.float32)
@@ -208,7 +311,8 @@ def test_the_largest_values_that_fit_stay_finite(type_, largest):
     values = dequantize_rows(type_, quantize_rows(type_, rows), BLOCK)
     assert np.isfinite(values).all()
     assert values[0, 0] == pytest.approx(largest, rel=0.01)
-    assert values[0, 1] == -values[0, 0]
+    # Of the 4 and 5 bit types one side has a number more, or both stand on a grid that starts at the least value.
+    assert values[0, 1] == pytest.approx(-largest, rel=0.15)
 
 
 def test_rows_that_the_block_does_not_divide_are_refused():

@@ -9,7 +9,7 @@
 #include "check.h"
 #include "cpu/kernels.h"
 #include "model.h"
-#include "quant.h"
+#include "quant/traits.h"
 
 /* One line of the case table. */
 typedef struct op_case {
@@ -121,7 +121,7 @@ static inline int64_t blocks_of_case(const op_case *c) { return (c->context + c-
 
 /* Rows of one head of one token; `per_page` rows stand in a page. */
 static inline void store_row(int32_t type, void *base, int64_t row, const float *x, int64_t n) {
-  m3_traits(type)->from_f32(x, (char *)base + row * m3_row_bytes(type, n), n);
+  m3_traits(type)->from_f32(x, (char *)base + row * m3_row_bytes(type, n), n, NULL);
 }
 
 /* Pages in shuffled order, all bytes 0xff (NaN), then K, V and index keys of every token of the context. */

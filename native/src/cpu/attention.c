@@ -4,7 +4,7 @@
 #include <string.h>
 
 #include "cpu/cpu.h"
-#include "quant.h"
+#include "quant/traits.h"
 
 /* RoPE, NeoX halves: channels i and i + n_rot / 2 turn together, the rest stay. */
 static void rotate(const m3_hparams *h, const float *cos, const float *sin, float *x) {
@@ -24,7 +24,7 @@ static void norm_and_rotate(const m3_context *c, const m3_rows *rows, int32_t ro
 }
 
 static void store(int32_t type, const float *src, void *base, int64_t index, int64_t n) {
-  m3_traits(type)->from_f32(src, (char *)base + index * m3_row_bytes(type, n), n);
+  m3_traits(type)->from_f32(src, (char *)base + index * m3_row_bytes(type, n), n, NULL);
 }
 
 /* Norms, rotation and cache write of one row. */

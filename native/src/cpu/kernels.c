@@ -2,7 +2,7 @@
 
 #include <string.h>
 
-#include "quant.h"
+#include "quant/traits.h"
 
 static bool machine_has(m3_isa isa) {
   switch (isa) {
@@ -46,10 +46,6 @@ const m3_kernels *m3_kernels_for(m3_isa isa) {
 }
 
 void m3_convert_row(const m3_kernels *kernels, int32_t type, const void *src, float *dst, int64_t n) {
-  switch (type) {
-    case M3_TYPE_F16: kernels->f16_to_f32(src, dst, n); break;
-    case M3_TYPE_BF16: kernels->bf16_to_f32(src, dst, n); break;
-    case M3_TYPE_Q8_0: kernels->q8_0_to_f32(src, dst, n); break;
-    default: m3_traits(type)->to_f32(src, dst, n);
-  }
+  m3_decoder decode = kernels->to_f32[type];
+  (decode ? decode : m3_traits(type)->to_f32)(src, dst, n);
 }

@@ -10,6 +10,7 @@
 
 #include "error.h"
 #include "m3.h"
+#include "quant/traits.h"
 
 typedef struct m3_kernels {
   const char *name;
@@ -23,10 +24,8 @@ typedef struct m3_kernels {
   /* y[i] += a * x[i]. */
   void (*axpy)(float *y, float a, const float *x, int64_t n);
 
-  /* Rows of a storage type to float32; n is a whole number of blocks. */
-  void (*f16_to_f32)(const void *src, float *dst, int64_t n);
-  void (*bf16_to_f32)(const void *src, float *dst, int64_t n);
-  void (*q8_0_to_f32)(const void *src, float *dst, int64_t n);
+  /* Rows of a storage type to float32 by its number; NULL: the type's own decoder is used. */
+  m3_decoder to_f32[M3_TYPE_MXFP4 + 1];
 } m3_kernels;
 
 extern const m3_kernels m3_kernels_scalar;

@@ -3,8 +3,10 @@
 #include <immintrin.h>
 #include <string.h>
 
+#include "cpu/decode_avx2.h"
 #include "cpu/kernels.h"
-#include "quant.h"
+#include "quant/blocks.h"
+#include "quant/half.h"
 
 static inline float sum8(__m256 v) {
   __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
@@ -82,16 +84,22 @@ static void bf16_to_f32(const void *src, float *dst, int64_t n) {
 
 static void q8_0_to_f32(const void *src, float *dst, int64_t n) {
   const m3_block_q8_0 *b = src;
-  for (int64_t i = 0; i < n / M3_Q8_0_BLOCK; i++, dst += M3_Q8_0_BLOCK) {
+  for (int64_t i = 0; i < n / M3_BLOCK; i++, dst += M3_BLOCK) {
     __m256 d = _mm256_set1_ps(m3_f16_to_f32(b[i].d));
-    for (int j = 0; j < M3_Q8_0_BLOCK; j += 8) {
+    for (int j = 0; j < M3_BLOCK; j += 8) {
       __m256i q = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(b[i].q + j)));
       _mm256_storeu_ps(dst + j, _mm256_mul_ps(_mm256_cvtepi32_ps(q), d));
     }
   }
 }
 
-const m3_kernels m3_kernels_avx2 = {"avx2", dot, dot4, axpy, f16_to_f32, bf16_to_f32, q8_0_to_f32};
+const m3_kernels m3_kernels_avx2 = {
+    "avx2",
+    dot,
+    dot4,
+    axpy,
+    {[M3_TYPE_F16] = f16_to_f32, [M3_TYPE_BF16] = bf16_to_f32, [M3_TYPE_Q8_0] = q8_0_to_f32, M3_AVX2_DECODERS},
+};
 #else
 typedef int m3_no_avx2;
 #endif

@@ -2,8 +2,10 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
+#include "cpu/decode_avx2.h"
 #include "cpu/kernels.h"
-#include "quant.h"
+#include "quant/blocks.h"
+#include "quant/half.h"
 
 /* The first n of 16 lanes; the others read as zero and touch no memory. */
 static inline __mmask16 lanes(int64_t n) { return (__mmask16)((1u << n) - 1); }
@@ -69,16 +71,22 @@ static void bf16_to_f32(const void *src, float *dst, int64_t n) {
 
 static void q8_0_to_f32(const void *src, float *dst, int64_t n) {
   const m3_block_q8_0 *b = src;
-  for (int64_t i = 0; i < n / M3_Q8_0_BLOCK; i++, dst += M3_Q8_0_BLOCK) {
+  for (int64_t i = 0; i < n / M3_BLOCK; i++, dst += M3_BLOCK) {
     __m512 d = _mm512_set1_ps(m3_f16_to_f32(b[i].d));
-    for (int j = 0; j < M3_Q8_0_BLOCK; j += 16) {
+    for (int j = 0; j < M3_BLOCK; j += 16) {
       __m512i q = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(b[i].q + j)));
       _mm512_storeu_ps(dst + j, _mm512_mul_ps(_mm512_cvtepi32_ps(q), d));
     }
   }
 }
 
-const m3_kernels m3_kernels_avx512 = {"avx512", dot, dot4, axpy, f16_to_f32, bf16_to_f32, q8_0_to_f32};
+const m3_kernels m3_kernels_avx512 = {
+    "avx512",
+    dot,
+    dot4,
+    axpy,
+    {[M3_TYPE_F16] = f16_to_f32, [M3_TYPE_BF16] = bf16_to_f32, [M3_TYPE_Q8_0] = q8_0_to_f32, M3_AVX2_DECODERS},
+};
 #else
 typedef int m3_no_avx512;
 #endif

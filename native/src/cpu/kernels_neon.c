@@ -3,7 +3,8 @@
 #include <arm_neon.h>
 
 #include "cpu/kernels.h"
-#include "quant.h"
+#include "quant/blocks.h"
+#include "quant/half.h"
 
 static inline float tail(const float *a, const float *b, int64_t i, int64_t n) {
   float s = 0;
@@ -62,9 +63,9 @@ static void bf16_to_f32(const void *src, float *dst, int64_t n) {
 
 static void q8_0_to_f32(const void *src, float *dst, int64_t n) {
   const m3_block_q8_0 *b = src;
-  for (int64_t i = 0; i < n / M3_Q8_0_BLOCK; i++, dst += M3_Q8_0_BLOCK) {
+  for (int64_t i = 0; i < n / M3_BLOCK; i++, dst += M3_BLOCK) {
     float d = m3_f16_to_f32(b[i].d);
-    for (int j = 0; j < M3_Q8_0_BLOCK; j += 8) {
+    for (int j = 0; j < M3_BLOCK; j += 8) {
       int16x8_t q = vmovl_s8(vld1_s8(b[i].q + j));
       vst1q_f32(dst + j, vmulq_n_f32(vcvtq_f32_s32(vmovl_s16(vget_low_s16(q))), d));
       vst1q_f32(dst + j + 4, vmulq_n_f32(vcvtq_f32_s32(vmovl_s16(vget_high_s16(q))), d));
@@ -72,7 +73,9 @@ static void q8_0_to_f32(const void *src, float *dst, int64_t n) {
   }
 }
 
-const m3_kernels m3_kernels_neon = {"neon", dot, dot4, axpy, f16_to_f32, bf16_to_f32, q8_0_to_f32};
+const m3_kernels m3_kernels_neon = {
+    "neon", dot, dot4, axpy, {[M3_TYPE_F16] = f16_to_f32, [M3_TYPE_BF16] = bf16_to_f32, [M3_TYPE_Q8_0] = q8_0_to_f32},
+};
 #else
 typedef int m3_no_neon;
 #endif

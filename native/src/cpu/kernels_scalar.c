@@ -1,7 +1,6 @@
 /* The specification of every instruction set: plain C in source order. Compiled with -ffp-contract=off, so that
  * no multiplication and addition are fused behind its back. */
 #include "cpu/kernels.h"
-#include "quant.h"
 
 static float dot(const float *a, const float *b, int64_t n) {
   /* Eight partial sums: shorter chains round less than one long one, and the compiler can use vectors. */
@@ -21,8 +20,4 @@ static void axpy(float *y, float a, const float *x, int64_t n) {
   for (int64_t i = 0; i < n; i++) y[i] += a * x[i];
 }
 
-static void f16_to_f32(const void *src, float *dst, int64_t n) { m3_traits(M3_TYPE_F16)->to_f32(src, dst, n); }
-static void bf16_to_f32(const void *src, float *dst, int64_t n) { m3_traits(M3_TYPE_BF16)->to_f32(src, dst, n); }
-static void q8_0_to_f32(const void *src, float *dst, int64_t n) { m3_traits(M3_TYPE_Q8_0)->to_f32(src, dst, n); }
-
-const m3_kernels m3_kernels_scalar = {"scalar", dot, dot4, axpy, f16_to_f32, bf16_to_f32, q8_0_to_f32};
+const m3_kernels m3_kernels_scalar = {"scalar", dot, dot4, axpy, {0}};

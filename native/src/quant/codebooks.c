@@ -1,0 +1,4 @@
+#include "quant/codebooks.h"
+
+/* build/generated/tables.h: the definitions. */
+#include "tables.h"
