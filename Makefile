@@ -5,6 +5,7 @@ VENV := .venv
 STAMP := $(VENV)/.installed
 PY := $(VENV)/bin/python
 LIB := runtime/m3_runtime/lib
+NANO := models/m3-nano
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 Q := $(if $(V),,@)
 
@@ -31,7 +32,7 @@ endif
 %/version.o: ISA := -DM3_VERSION_STRING='"$(VERSION)"'
 
 .PHONY: all native install demo test check-native test-aarch64 test-lowest lint format oracle golden clean \
-  nano-data train-nano check-nano
+  nano-data train-nano compare-nano evaluate-nano check-nano
 .SECONDARY:
 all: native
 
@@ -86,14 +87,15 @@ $(STAMP): pyproject.toml setup.py
 
 install: native $(STAMP)
 
-# A small checkpoint with random weights, converted, checked and asked. Its answers are noise.
+# m3-nano, the small trained model in models/: converted, checked against its folder, asked a question, and asked for a
+# fact that lies 3,500 tokens back in a text.
 demo: install
 	@mkdir -p demo
-	$(PY) tests/make_checkpoint.py demo/m3-small
-	$(VENV)/bin/m3-convert demo/m3-small demo/m3-small-q8_0.gguf --type q8_0
-	$(VENV)/bin/m3-check-selection demo/m3-small demo/m3-small-q8_0.gguf --context 2048
-	$(VENV)/bin/m3-run demo/m3-small-q8_0.gguf -p "Which blocks did you read?" -n 32
-	@echo "to chat: $(VENV)/bin/m3-run demo/m3-small-q8_0.gguf"
+	$(VENV)/bin/m3-convert $(NANO) demo/m3-nano-q8_0.gguf --type q8_0
+	$(VENV)/bin/m3-check-selection $(NANO) demo/m3-nano-q8_0.gguf --context 4096
+	$(VENV)/bin/m3-run demo/m3-nano-q8_0.gguf -p "What is 7 plus 5?"
+	$(VENV)/bin/m3-run demo/m3-nano-q8_0.gguf -f $(NANO)/recall.txt
+	@echo "to chat: $(VENV)/bin/m3-run demo/m3-nano-q8_0.gguf"
 
 # ------------------------------------------------------------------------------------------------ checks
 
@@ -146,7 +148,7 @@ REFERENCE := build/reference/.installed
 REFERENCE_PY := build/reference/bin/python
 $(REFERENCE): pyproject.toml
 	$(PYTHON) -m venv $(@D)
-	$(REFERENCE_PY) -m pip install --quiet --disable-pip-version-check torch==2.13.0 --editable '.[dev,train]'
+	M3_ENGINE=make $(REFERENCE_PY) -m pip install --quiet --disable-pip-version-check torch==2.13.0 --editable '.[dev,train]'
 	@touch $@
 
 # The engine and the converter against stored runs of transformers that lie outside the repository, in $(SHARED)/oracle.
@@ -161,8 +163,7 @@ golden: $(REFERENCE)
 
 # ------------------------------------------------------------------------------------------------ m3-nano
 
-# models/m3-nano is in the repository; these make it again. DATA needs Debian's packages, RUN a GPU with bfloat16.
-NANO := models/m3-nano
+# models/m3-nano is in the repository; nano-data (Debian's packages) and train-nano (a GPU) make it again.
 NANO_ENV := PYTHONPATH=$(NANO)/train:tests:convert:runtime
 NANO_CORPUS ?= build/nano/corpus
 NANO_DATA ?= build/nano/data
@@ -178,6 +179,14 @@ nano-data: $(REFERENCE)
 train-nano:
 	$(NANO_ENV) $(TRAIN_PYTHON) $(NANO)/train/train.py $(NANO_DATA) $(NANO_RUN) --seconds $(NANO_SECONDS)
 	$(NANO_ENV) $(TRAIN_PYTHON) $(NANO)/train/checkpoint.py $(NANO_RUN) $(NANO_DATA) $(NANO)
+
+# What models/m3-nano/REPORT.md tells: equality with transformers on any machine, the evaluation on a GPU.
+compare-nano: install $(REFERENCE)
+	$(NANO_ENV) $(REFERENCE_PY) $(NANO)/train/compare.py $(NANO)
+
+evaluate-nano:
+	$(NANO_ENV) $(TRAIN_PYTHON) $(NANO)/train/evaluate.py $(NANO) $(NANO_DATA) $(NANO)/train/evaluation.json
+	$(NANO_ENV) $(TRAIN_PYTHON) $(NANO)/train/evaluate.py --markdown $(NANO)/train/evaluation.json
 
 # The training code on a CPU with a model made for tests.
 check-nano: native $(REFERENCE)

@@ -19,7 +19,7 @@ from typing import Any, get_args
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from checkpoint_tensors import Order, make_tensors, write_json, write_shards
+from checkpoint_tensors import Order, Tensor, make_tensors, write_json, write_shards
 
 HERE = Path(__file__).resolve().parent
 TEXT = HERE.parent / "convert" / "m3_convert" / "text.txt"
@@ -271,15 +271,24 @@ def _tokenizer_config(spec: CheckpointSpec) -> dict[str, Any]:
     }
 
 
-def _generation_config(spec: CheckpointSpec) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Sampling:
+    """How generation_config.json says replies are drawn; the release's numbers by default."""
+
+    temperature: float = 1.0
+    top_p: float = 0.95
+    top_k: int = 40
+
+
+def _generation_config(spec: CheckpointSpec, sampling: Sampling) -> dict[str, Any]:
     return {
         # Not the bos_token of tokenizer_config.json: the release has the same contradiction.
         "bos_token_id": spec.first_special + SPECIAL_TOKENS.index("]~b]"),
         "do_sample": True,
         "eos_token_id": spec.first_special + SPECIAL_TOKENS.index("[e~["),
-        "temperature": 1.0,
-        "top_p": 0.95,
-        "top_k": 40,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
         "transformers_version": "4.46.1",
     }
 
@@ -301,23 +310,41 @@ _PREPROCESSOR_CONFIG = {
 }
 
 
-def make_checkpoint(out: Path, spec: CheckpointSpec | None = None) -> None:
+@dataclass(frozen=True)
+class CheckpointParts:
+    """What a checkpoint is made of besides its dimensions.
+
+    tokenizer: the text of tokenizer.json; tensors: all that `make_tensors` names; template: the text of
+    chat_template.jinja.
+    """
+
+    tokenizer: str
+    tensors: dict[str, Tensor]
+    template: str
+    sampling: Sampling = Sampling()
+
+
+def write_checkpoint(out: Path, spec: CheckpointSpec, parts: CheckpointParts) -> None:
     """Writes a whole checkpoint into the folder `out`, made if absent; shards of an earlier one are removed."""
-    spec = spec or CheckpointSpec()
-    tokenizer = make_tokenizer(spec)
-    tensors = make_tensors(spec)
     out.mkdir(parents=True, exist_ok=True)
     for old in out.glob("*.safetensors"):
         old.unlink()
     write_json(out / "config.json", make_config(spec))
-    write_json(out / "generation_config.json", _generation_config(spec))
-    tokenizer.save(str(out / "tokenizer.json"))
+    write_json(out / "generation_config.json", _generation_config(spec, parts.sampling))
+    (out / "tokenizer.json").write_text(parts.tokenizer, encoding="utf-8")
     write_json(out / "tokenizer_config.json", _tokenizer_config(spec))
-    template = (HERE / "chat_template.jinja").read_text(encoding="utf-8")
-    (out / "chat_template.jinja").write_text(template, encoding="utf-8")
+    (out / "chat_template.jinja").write_text(parts.template, encoding="utf-8")
     if spec.vision:
         write_json(out / "preprocessor_config.json", _PREPROCESSOR_CONFIG)
-    write_shards(out, tensors, spec.shard_mb, spec.order)
+    write_shards(out, parts.tensors, spec.shard_mb, spec.order)
+
+
+def make_checkpoint(out: Path, spec: CheckpointSpec | None = None) -> None:
+    """`write_checkpoint` with random weights and a tokenizer made for it."""
+    spec = spec or CheckpointSpec()
+    template = (HERE / "chat_template.jinja").read_text(encoding="utf-8")
+    parts = CheckpointParts(make_tokenizer(spec).to_str(pretty=True), make_tensors(spec), template)
+    write_checkpoint(out, spec, parts)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
