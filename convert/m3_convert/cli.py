@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -14,8 +15,8 @@ from m3_convert.gguf_file import check_header, file_bytes, header_bytes
 from m3_convert.hub import resolve_source
 from m3_convert.metadata import build_metadata
 from m3_convert.plan import Plan, plan_conversion, tensor_json
+from m3_convert.precision import choose
 from m3_convert.progress import format_bytes, format_seconds
-from m3_convert.rules import parse_default_type, parse_rule
 from m3_convert.vocabulary import load_vocabulary
 from m3_runtime.command import guarded, new_app, run
 from m3_runtime.errors import InputError
@@ -41,23 +42,42 @@ def convert_command(
         ),
     ] = None,
     type_: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--type",
             metavar="TYPE",
-            help="auto (the source's own precision, tensor by tensor), f32, f16, bf16 or q8_0. Norms, router and "
-            "indexer are always F32.",
+            help="A recipe (q8_0, q6_k, q5_k_m, q4_k_m, q4_k_s, q3_k_m, q2_k, iq4_xs, iq3_xxs, iq2_xxs, iq1_m, "
+            "mxfp4_moe), a plain type (f32, f16, bf16, q4_0, ...) or auto, the default: the source's own precision, "
+            "tensor by tensor. Norms and router are always F32.",
         ),
-    ] = "auto",
+    ] = None,
+    recipe: Annotated[
+        Path | None,
+        typer.Option("--recipe", metavar="FILE.toml", help="A recipe of your own in place of --type."),
+    ] = None,
     rule: Annotated[
         list[str] | None,
         typer.Option(
             "--rule",
             metavar="PATTERN=TYPE",
             help="Type for the tensors whose GGUF name matches a glob, as in 'blk.*.ffn_down_exps.weight=q8_0'. "
-            "Repeatable; the first rule that matches a tensor decides.",
+            "Repeatable; the first rule that matches a tensor decides, before the recipe.",
         ),
     ] = None,
+    strict: Annotated[
+        bool,
+        typer.Option(
+            "--strict", help="An error where a type's block does not divide a row, instead of a fallback type."
+        ),
+    ] = False,
+    allow_lossy_indexer: Annotated[
+        bool,
+        typer.Option(
+            "--allow-lossy-indexer",
+            help="Let rules round the index projections, which choose the blocks that are read; the file says so. "
+            "Without it they are F32, or F16 or BF16 where a rule asks for it and their values survive.",
+        ),
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")] = False,
     explain: Annotated[
         str | None, typer.Option("--explain", metavar="TENSOR", help="Say which rule decides the type of a tensor.")
@@ -67,13 +87,13 @@ def convert_command(
 ) -> None:
     if out is None and not dry_run and explain is None:
         raise InputError("OUT.gguf is missing (it may be left out with --dry-run or --explain)")
-    default_type = parse_default_type(type_)
-    rules = [parse_rule(text) for text in rule or ()]
+    choice = replace(choose(type_, recipe, rule or ()), strict=strict, allow_lossy_indexer=allow_lossy_indexer)
     found = resolve_source(source)
-    plan = plan_conversion(load_checkpoint(found.folder, found.name), default_type, rules)
+    plan = plan_conversion(load_checkpoint(found.folder, found.name), choice)
     if explain is not None:
         _print_explanation(plan, explain, as_json)
         return
+    plan.check_importance()
     vocabulary = load_vocabulary(found.folder, plan.checkpoint.config)
     header = header_bytes(plan, build_metadata(plan, vocabulary))
     check_header(header, str(out or source))
@@ -86,7 +106,7 @@ def convert_command(
     assert out is not None and target is not None
     needed, free = format_bytes(file_bytes(plan, header)), format_bytes(free_bytes(target))
     print(f"{NAME}: {needed} to write, {free} free", file=sys.stderr)
-    _print_result(plan, convert(plan, header, target, threads), as_json)
+    _print_result(plan, convert(plan, header, out, threads), as_json)
 
 
 def _fallback_warnings(plan: Plan) -> Sequence[str]:

@@ -11,8 +11,9 @@ from typing import Final, Self
 import numpy as np
 import numpy.typing as npt
 
-from m3_convert.decode import Bytes, SourceReader, Values, all_finite, read_raw, read_scales, read_values
+from m3_convert.decode import Bytes, SourceReader, Values, all_finite, decode, read_raw, read_scales, read_values
 from m3_convert.plan import PlannedTensor
+from m3_convert.precision import INDEXER_ERROR
 from m3_convert.tensor_map import SourceMatrix
 from m3_runtime.errors import InputError, M3Error
 from m3_runtime.interrupts import hold_signals
@@ -26,6 +27,10 @@ MAX_THREADS: Final = 32  #: more would make slabs too small to pay
 MAX_MEAN_MAGNITUDE: Final = 10.0
 
 F16_OVERFLOW: Final = 65520.0  #: from here on float16 rounds to infinity
+
+# What the scale of a block, a float16, is multiplied with at most to give its values. 1 where scale or smallest value
+# may be as large as the values.
+SCALE_REACH: Final = {TensorType.Q4_0: 8, TensorType.Q5_0: 16, TensorType.Q8_0: 127}
 
 Bad = Callable[[Values], npt.NDArray[np.bool_]]
 
@@ -64,7 +69,8 @@ class Encoder:
         """The bytes of a tensor in file order, uint8 [rows, bytes of a row], a slab of rows at a time.
 
         Raises InputError naming tensor, expert, row and count for: NaN or infinity in the source, FP8 values that BF16
-        cannot hold exactly, values that the type cannot hold, FP8 tensors with implausible magnitudes.
+        cannot hold exactly, values that the type cannot hold, index projections that it does not hold well enough, FP8
+        tensors with implausible magnitudes.
         """
         for index in range(len(tensor.matrices)):
             yield from self._matrix_slabs(tensor, index)
@@ -89,7 +95,9 @@ class Encoder:
         magnitude = 0.0
         try:
             for first in range(0, matrix.rows, step):
-                rows = _Rows(tensor.type, matrix, tensor.plus_one, first, min(step, matrix.rows - first))
+                rows = _Rows(
+                    tensor.type, matrix, tensor.plus_one, tensor.bounded, first, min(step, matrix.rows - first)
+                )
                 with hold_signals():
                     work.append(self._pool.submit(_encode_rows, self._reader, rows))
                 # One slab more than there are threads, so that they have work while this one is written.
@@ -140,6 +148,7 @@ class _Rows:
     type: TensorType
     matrix: SourceMatrix
     plus_one: bool
+    bounded: bool
     first: int
     n: int
 
@@ -195,12 +204,28 @@ def _encode_values(rows: _Rows, values: Values) -> Bytes:
             return values.view(np.uint8)
         case TensorType.BF16 if rows.matrix.is_fp8:
             return _exact_bf16(values)
-        case TensorType.F16:
-            _check_overflow("F16", values, np.float32(1))
-        case TensorType.Q8_0:
-            # The scale of a block is a float16: its largest magnitude / 127.
-            _check_overflow("Q8_0", values, np.float32(127))
+        case TensorType.BF16 | TensorType.MXFP4:
+            pass
+        case _:
+            _check_overflow(rows.type, values)
+    if rows.bounded and lost(rows.type, values).any():
+        raise _RefusedError(
+            f"index values are not within 2^-11 of themselves or 2^-18 of the largest in their row as {rows.type.name}",
+            lambda v: lost(rows.type, v),
+            "; F32 holds them, --allow-lossy-indexer takes them as they are",
+        )
     return quantize_rows(rows.type, values, 1)
+
+
+def lost(type_: TensorType, values: Values) -> npt.NDArray[np.bool_]:
+    """Marks values that F16 or BF16 does not hold within INDEXER_ERROR; float32 [n_rows, columns], whole rows."""
+    of_value, of_row = map(np.float32, INDEXER_ERROR)
+    magnitude = np.abs(values)
+    error = np.abs(decode(type_.name, quantize_rows(type_, values, 1)) - values)
+    mask: npt.NDArray[np.bool_] = error > np.maximum(
+        magnitude * of_value, magnitude.max(axis=-1, keepdims=True) * of_row
+    )
+    return mask
 
 
 def _exact_bf16(values: Values) -> Bytes:
@@ -216,10 +241,11 @@ def _exact_bf16(values: Values) -> Bytes:
     return high.view(np.uint8)
 
 
-def _check_overflow(type_name: str, values: Values, divisor: np.float32) -> None:
+def _check_overflow(type_: TensorType, values: Values) -> None:
+    divisor = np.float32(SCALE_REACH.get(type_, 1))
     if max(values.max(), -values.min()) / divisor >= F16_OVERFLOW:
         raise _RefusedError(
-            f"values overflow {type_name}",
+            f"values overflow {type_.name}",
             lambda v: np.abs(v) / divisor >= F16_OVERFLOW,
             "; BF16 and F32 hold them",
         )

@@ -75,10 +75,12 @@ def convert(plan: Plan, header: bytes, out: Path, threads: int = 0) -> Result:
     The file appears under its name when it is whole, flushed to disk and checked, or not at all: whatever goes wrong,
     an interrupt included, OUT.part is removed. Memory does not grow with the model. Progress goes to stderr.
     threads: for quantization, 0 takes all cores.
-    Raises InputError for broken values in the source (see `Encoder.slabs`) and an output that cannot be written;
+    Raises InputError for types that need an importance matrix, broken values in the source (see `Encoder.slabs`) and an
+    output that cannot be written;
     MachineError if the disk is or gets full.
     """
     start = time.monotonic()
+    plan.check_importance()
     target = check_output(plan, out)
     n_bytes = file_bytes(plan, header)
     check_disk_space(target, n_bytes)

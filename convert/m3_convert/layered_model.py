@@ -19,6 +19,7 @@ from m3_convert.encode import Encoder
 from m3_convert.gguf_file import header_bytes
 from m3_convert.metadata import build_metadata
 from m3_convert.plan import Plan, plan_conversion
+from m3_convert.tensor_map import layer_of
 from m3_convert.vocabulary import load_vocabulary
 from m3_runtime.engine import GGUF, Model, Tensor
 from m3_runtime.errors import InputError
@@ -140,7 +141,7 @@ class LayeredModel:
         self._sizes = {t.name: t.n_bytes for t in model.gguf.tensors}
         self._by_layer: dict[int, list[str]] = {}
         for tensor in self._sizes:
-            self._by_layer.setdefault(_layer_of(tensor), []).append(tensor)
+            self._by_layer.setdefault(layer_of(tensor), []).append(tensor)
 
     @property
     def n_bytes(self) -> int:
@@ -239,9 +240,3 @@ def _open_checkpoint(folder: Path, isa: str, threads: int) -> LayeredModel:
     weights = CheckpointWeights(plan, threads)
     model = Model.from_header(header, str(folder), isa=isa)
     return LayeredModel(str(folder), "checkpoint", model, weights, (*plan.warnings, *vocabulary.warnings))
-
-
-def _layer_of(tensor: str) -> int:
-    """Number of the layer in a tensor's name, -1 for the tensors outside the layers."""
-    first, _, rest = tensor.partition(".")
-    return int(rest.partition(".")[0]) if first == "blk" else -1

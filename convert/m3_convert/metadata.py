@@ -1,5 +1,10 @@
-"""The metadata keys of the GGUF file: those that llama.cpp's converter writes for this architecture, in its order, and
-`tokenizer.huggingface.json`."""
+"""The metadata keys of the GGUF file: those that llama.cpp's converter writes for this architecture, in its order, then
+`tokenizer.huggingface.json` and, under `m3.`, how the types were chosen. Readers pass over keys they do not know.
+
+    m3.recipe_name, m3.recipe, m3.recipe_sha256   name and text of the recipe, SHA-256 of that text
+    m3.rules                                      each --rule as PATTERN=TYPE, in order; they go before the recipe
+    m3.indexer_lossy                              true: index projections were rounded under --allow-lossy-indexer
+"""
 
 import dataclasses
 import struct
@@ -38,6 +43,7 @@ def build_metadata(plan: Plan, vocabulary: Vocabulary) -> Metadata:
         writer.add_key_value(key if key.startswith("general.") else f"{ARCHITECTURE}.{key}", value, kind)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     _add_vocabulary(writer, vocabulary)
+    _add_choice(writer, plan)
     (metadata,) = writer.kv_data
     _check_values(metadata)
     return MappingProxyType(metadata)
@@ -111,6 +117,18 @@ def parameter_counts(plan: Plan) -> tuple[int, int, int, int]:
         else:
             shared += elements
     return total, shared, expert, experts
+
+
+def _add_choice(writer: GGUFWriter, plan: Plan) -> None:
+    recipe = plan.choice.recipe
+    if recipe:
+        writer.add_string("m3.recipe_name", recipe.name)
+        writer.add_string("m3.recipe", recipe.text)
+        writer.add_string("m3.recipe_sha256", recipe.sha256)
+    if plan.choice.rules:
+        writer.add_array("m3.rules", [str(rule) for rule in plan.choice.rules])
+    if plan.lossy_indexer:
+        writer.add_bool("m3.indexer_lossy", True)
 
 
 def _add_vocabulary(writer: GGUFWriter, vocabulary: Vocabulary) -> None:

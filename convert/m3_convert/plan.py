@@ -2,21 +2,21 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 from m3_convert.checkpoint import Checkpoint
 from m3_convert.norms import check_norms
-from m3_convert.rules import Rule, always_f32, decide, shadowed
-from m3_convert.tensor_map import SourceMatrix, map_tensors
+from m3_convert.precision import TypeChoice, always_f32, decide, is_index_projection
+from m3_convert.tensor_map import MappedTensor, SourceMatrix, map_tensors
 from m3_runtime.errors import InputError
 from m3_runtime.quantize import TensorType, row_bytes
 
 ALIGNMENT = 32  #: bytes; the default of GGUF, which needs no key
 
-# general.file_type: what most of the weights are. GGUF's numbers; where it has several for mixtures around one type,
-# the purest.
+# general.file_type where no recipe says it: what most of the weights are. GGUF's numbers; where it has several for
+# mixtures around one type, the purest.
 FILE_TYPES = {
     TensorType.F32: 0,
     TensorType.F16: 1,
@@ -57,6 +57,7 @@ class PlannedTensor:
     plus_one: bool
     reason: str  #: the rule that decided the type
     note: str  #: not empty if the type is not the one the rule asked for
+    bounded: bool = False  #: rounding may not go beyond INDEXER_ERROR
 
     @property
     def ne(self) -> tuple[int, ...]:
@@ -85,7 +86,7 @@ class Plan:
     """All tensors of the file in file order."""
 
     checkpoint: Checkpoint
-    default_type: TensorType | None  #: None: the source's own precision
+    choice: TypeChoice
     tensors: tuple[PlannedTensor, ...]
     left_out: tuple[str, ...]  #: source tensors that are not converted (vision part)
     warnings: tuple[str, ...]
@@ -98,14 +99,35 @@ class Plan:
 
     @property
     def file_type(self) -> int:
-        """general.file_type: that of --type, or of the type that most weights get; those that are always F32 apart."""
-        if self.default_type is not None:
-            return FILE_TYPES[self.default_type]
+        """general.file_type: that of the recipe or of --type, else of the type that most weights get, those that the
+        default does not reach apart."""
+        recipe = self.choice.recipe
+        if recipe and recipe.file_type is not None:
+            return recipe.file_type
+        if not recipe and self.choice.default is not None:
+            return FILE_TYPES[self.choice.default]
         sizes: Counter[TensorType] = Counter()
         for tensor in self.tensors:
-            if always_f32(tensor.name) is None:
+            if always_f32(tensor.name) is None and not is_index_projection(tensor.name):
                 sizes[tensor.type] += prod(tensor.shape)
         return FILE_TYPES[sizes.most_common(1)[0][0]]
+
+    @property
+    def lossy_indexer(self) -> bool:
+        """True if index projections are rounded with nothing known of the loss."""
+        return self.choice.allow_lossy_indexer and any(
+            is_index_projection(t.name) and t.type is not TensorType.F32 for t in self.tensors
+        )
+
+    def check_importance(self) -> None:
+        """Raises InputError if a tensor gets a type that cannot be written without an importance matrix."""
+        lacking = [t for t in self.tensors if t.type.needs_importance]
+        if lacking:
+            types = ", ".join(dict.fromkeys(t.type.name for t in lacking))
+            raise InputError(
+                f"{types} need an importance matrix: make one with m3-imatrix and give it as --imatrix FILE "
+                f"({len(lacking)} tensors, the first {lacking[0].name})"
+            )
 
     def tensor(self, name: str) -> PlannedTensor:
         """A tensor by its GGUF name. Raises InputError if the file has none of that name."""
@@ -118,7 +140,10 @@ class Plan:
         """The plan for scripts: shapes as `ne`, sizes in bytes, offsets in bytes from the start of the data section."""
         return {
             "source": str(self.checkpoint.folder),
-            "type": self.default_type.name if self.default_type is not None else "auto",
+            "type": self.choice.name,
+            "recipe_sha256": self.choice.recipe.sha256 if self.choice.recipe else None,
+            "rules": [str(rule) for rule in self.choice.rules],
+            "lossy_indexer": self.lossy_indexer,
             "tensors": [tensor_json(t) for t in self.tensors],
             "left_out": list(self.left_out),
             "warnings": list(self.warnings),
@@ -156,16 +181,29 @@ def aligned(n: int) -> int:
     return -(-n // ALIGNMENT) * ALIGNMENT
 
 
-def plan_conversion(checkpoint: Checkpoint, default_type: TensorType | None = None, rules: Sequence[Rule] = ()) -> Plan:
+def plan_conversion(checkpoint: Checkpoint, choice: TypeChoice | None = None) -> Plan:
     """Decides type, offset and size of every tensor of the file. Reads the norms of the checkpoint, no other data.
 
-    default_type: for what no rule and no fixed rule decides; None keeps the source's own precision.
-    Raises InputError for tensors that are missing, extra or mis-shaped, FP8 without scale and the reverse, rules that
-    cannot be honoured, and norms that already hold 1 + w.
+    choice: None keeps the source's own precision. Raises InputError for tensors that are missing, extra or mis-shaped,
+    FP8 without scale and the reverse, rules that cannot be honored (see `decide`), and norms that already hold 1 + w.
     """
     mapped, left_out = map_tensors(checkpoint)
-    decisions = decide(mapped, default_type, rules)
+    choice = choice or TypeChoice()
+    tensors, notes = plan_tensors(mapped, choice)
     check_norms(mapped)
+    plan = Plan(checkpoint, choice, tensors, tuple(left_out), (*checkpoint.warnings, *notes))
+    if choice.allow_lossy_indexer and not plan.lossy_indexer:
+        idle = "--allow-lossy-indexer changes nothing: no rule gives the index projections another type than F32"
+        return replace(plan, warnings=(*plan.warnings, idle))
+    return plan
+
+
+def plan_tensors(mapped: Sequence[MappedTensor], choice: TypeChoice) -> tuple[tuple[PlannedTensor, ...], list[str]]:
+    """Type, offset and size of tensors, which need not exist as data, and notes on rules that decide nothing.
+
+    Raises InputError as `decide` does.
+    """
+    decisions, notes = decide(mapped, choice)
     tensors = []
     offset = 0
     for source, decision in zip(mapped, decisions, strict=True):
@@ -182,8 +220,8 @@ def plan_conversion(checkpoint: Checkpoint, default_type: TensorType | None = No
                 plus_one=source.spec.plus_one,
                 reason=decision.reason,
                 note=decision.note,
+                bounded=decision.bounded,
             )
         )
         offset = aligned(offset + n_bytes)
-    warnings = (*checkpoint.warnings, *shadowed(mapped, rules))
-    return Plan(checkpoint, default_type, tuple(tensors), tuple(left_out), warnings)
+    return tuple(tensors), notes

@@ -99,6 +99,12 @@ def map_tensors(checkpoint: Checkpoint) -> tuple[list[MappedTensor], list[str]]:
     return mapped, left_out
 
 
+def layer_of(name: str) -> int:
+    """Number of the layer in the name of a GGUF tensor, -1 for the tensors outside the layers."""
+    first, _, rest = name.partition(".")
+    return int(rest.partition(".")[0]) if first == "blk" else -1
+
+
 def _check_names(checkpoint: Checkpoint, wanted: Mapping[str, tuple[int, ...]], left_out: set[str]) -> None:
     found = checkpoint.tensors
     missing = [name for name in wanted if name not in found]

@@ -7,6 +7,8 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
+from m3_convert.recipe import recipe_names
+
 
 def test_help_names_every_option(m3_convert) -> None:
     outcome = m3_convert("--help")
@@ -15,12 +17,15 @@ def test_help_names_every_option(m3_convert) -> None:
         "SOURCE",
         "OUT.gguf",
         "--type",
+        "--recipe",
         "--rule",
+        "--strict",
+        "--allow-lossy-indexer",
         "--dry-run",
         "--explain",
         "--threads",
         "--json",
-        "q8_0",
+        *recipe_names(),
         "Exit codes",
     ):
         assert word in outcome.out
@@ -35,7 +40,9 @@ def test_help_names_every_option(m3_convert) -> None:
         (["{folder}", "{out}", "extra"], "unexpected extra argument"),
         (["{folder}", "{out}", "--threads", "-1"], "--threads"),
         (["{folder}", "{out}", "--threads", "many"], "--threads"),
-        (["{folder}", "{out}", "--type", "q4"], "--type: type 'q4' is not known, expected one of f32, f16"),
+        (["{folder}", "{out}", "--type", "q4"], "--type: 'q4' is not known, expected auto, a recipe (iq1_m, "),
+        (["{folder}", "{out}", "--type", "q8_0", "--recipe", "x.toml"], "expected one of the two"),
+        (["{folder}", "{out}", "--recipe", "absent.toml"], "absent.toml: recipe cannot be read: No such file"),
         (["{folder}", "{out}", "--rule", "x"], "--rule 'x': expected PATTERN=TYPE"),
         (["{folder}", "{out}", "--rule", "nothing=f16"], "no tensor of this model matches 'nothing'"),
         (["./absent", "{out}"], "./absent: no such folder, and not an id on the Hub"),

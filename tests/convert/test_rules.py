@@ -6,7 +6,8 @@ import pytest
 
 from m3_convert.checkpoint import load_checkpoint
 from m3_convert.plan import plan_conversion
-from m3_convert.rules import parse_default_type, parse_rule, source_precision
+from m3_convert.precision import TypeChoice, choose, source_precision
+from m3_convert.rules import parse_rule
 from m3_runtime.errors import InputError
 from m3_runtime.quantize import TensorType
 
@@ -19,7 +20,7 @@ def types(make_folder):
     checkpoint = load_checkpoint(make_folder())
 
     def call(default: str, *rules: str) -> dict[str, str]:
-        plan = plan_conversion(checkpoint, parse_default_type(default), [parse_rule(r) for r in rules])
+        plan = plan_conversion(checkpoint, choose(default, rules=rules))
         return {t.name: t.type.name for t in plan.tensors}
 
     return call
@@ -58,8 +59,8 @@ def test_of_two_rules_the_first_decides(types) -> None:
 
 
 def test_a_rule_in_the_shadow_of_others_is_reported(make_folder) -> None:
-    rules = [parse_rule("blk.*_exps.weight=q8_0"), parse_rule(f"{DOWN}=f16"), parse_rule("*=f32")]
-    plan = plan_conversion(load_checkpoint(make_folder()), None, rules)
+    rules = ["blk.*_exps.weight=q8_0", f"{DOWN}=f16", "*=f32"]
+    plan = plan_conversion(load_checkpoint(make_folder()), choose(rules=rules))
     assert plan.warnings == (f"rule '{DOWN}=F16' decides nothing: earlier rules decide all that it matches",)
 
 
@@ -69,8 +70,8 @@ def test_a_rule_in_the_shadow_of_others_is_reported(make_folder) -> None:
         ("blk.1.attn_norm.weight", r"blk\.1\.attn_norm\.weight \(norms\)"),
         ("*.ffn_gate_inp.weight", r"blk\.1\.ffn_gate_inp\.weight \(the router\), blk\.2\.ffn_gate_inp"),
         ("blk.1.exp_probs_b.bias", r"blk\.1\.exp_probs_b\.bias \(the router's bias\)"),
-        ("blk.1.indexer.q_proj.weight", r"blk\.1\.indexer\.q_proj\.weight \(the indexer\)"),
-        ("blk.1.*", r"and 5 more \(10 in all\)"),
+        ("blk.1.indexer.q_norm.weight", r"blk\.1\.indexer\.q_norm\.weight \(norms\)"),
+        ("blk.1.*", r"and 3 more \(8 in all\)"),
     ],
 )
 def test_a_rule_that_would_touch_an_always_f32_tensor(types, pattern: str, names: str) -> None:
@@ -94,18 +95,18 @@ def test_malformed_rules(rule: str, message: str) -> None:
 
 
 def test_unknown_default() -> None:
-    with pytest.raises(InputError, match=r"--type: type 'q4' is not known, expected one of .* or auto"):
-        parse_default_type("q4")
+    with pytest.raises(InputError, match=r"--type: 'q4' is not known, expected auto, a recipe \(iq1_m, .*a type \(f32"):
+        choose("q4")
 
 
 def test_rows_that_a_block_does_not_divide_become_f16_and_are_listed(make_folder, small) -> None:
     folder = make_folder(replace(small, inter=40, shared_inter=40))
-    plan = plan_conversion(load_checkpoint(folder), TensorType.Q8_0)
+    plan = plan_conversion(load_checkpoint(folder), TypeChoice(TensorType.Q8_0))
     notes = {t.name: (t.type.name, t.note) for t in plan.tensors if t.note}
     assert set(notes) == {f"blk.{i}.ffn_down_{kind}.weight" for i in (1, 2) for kind in ("exps", "shexp")}
     assert set(notes.values()) == {("F16", "F16 instead of Q8_0: rows of 40 are not a multiple of 32")}
-    rule = [parse_rule(f"{DOWN}=q8_0")]
-    assert plan_conversion(load_checkpoint(folder), TensorType.BF16, rule).tensor(DOWN).type is TensorType.F16
+    choice = choose("bf16", rules=[f"{DOWN}=q8_0"])
+    assert plan_conversion(load_checkpoint(folder), choice).tensor(DOWN).type is TensorType.F16
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from checkpoint_tensors import Tensor, make_tensors, mxfp8_dequantize
 from m3_convert.checkpoint import load_checkpoint
 from m3_convert.encode import Encoder
 from m3_convert.plan import plan_conversion
+from m3_convert.precision import TypeChoice
 from m3_runtime.quantize import TensorType
 from make_checkpoint import CheckpointSpec
 
@@ -168,7 +169,7 @@ def test_bytes_do_not_depend_on_threads(make_folder, m3_convert, tmp_path) -> No
 
 def test_matrices_are_the_slabs_put_together(make_folder, monkeypatch) -> None:
     monkeypatch.setattr("m3_convert.encode.SLAB_ELEMENTS", 300)
-    plan = plan_conversion(load_checkpoint(make_folder()), TensorType.Q8_0)
+    plan = plan_conversion(load_checkpoint(make_folder()), TypeChoice(TensorType.Q8_0))
     with Encoder(2) as encoder:
         for tensor in plan.tensors:
             slabs = list(encoder.slabs(tensor))
@@ -354,6 +355,19 @@ def test_the_border_of_f16(make_folder, m3_convert, tmp_path, value: float, fits
     outcome = m3_convert(make_folder(tensors=change), tmp_path / "out.gguf", "--type", "f16")
     assert (outcome.code == 0) == fits
     assert fits or "1 values overflow F16" in outcome.error
+
+
+@pytest.mark.parametrize(("kind", "reach"), [("q4_0", 8), ("q4_1", 1), ("q5_0", 16), ("q5_1", 1), ("q8_0", 127)])
+def test_overflow_is_counted_in_rows_of_the_tensor(make_folder, refused, monkeypatch, kind: str, reach: int) -> None:
+    monkeypatch.setattr("m3_convert.encode.SLAB_ELEMENTS", 300)
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        w = np.zeros((32, 64), np.float32)
+        w[20, 1], w[30, 2], w[31, 3] = 65536.0 * reach, -65536.0 * reach, 65504.0 * reach
+        tensors[EXPERT] = bf16(w, "F32")
+
+    error = refused(make_folder(tensors=change), "--type", kind)
+    assert f"expert 2 ({EXPERT}): 2 values overflow {kind.upper()}, the first in row 20, column 1" in error
 
 
 def test_overflow_of_a_q8_0_scale(make_folder, refused) -> None:

@@ -122,6 +122,7 @@ class Variant:
     stage: Stage = Stage.SPARSE
     change: ScoreChange | None = None
     index_dtype: torch.dtype = torch.float32
+    top_k: int | None = None  #: blocks that are read, None: as many as the model was trained with
 
     def run(self) -> Pass:
         return Pass(self.stage, torch.float32, change=self.change, index_dtype=self.index_dtype)
@@ -143,6 +144,9 @@ VARIANTS = (
     Variant("other-4", "all other weights 4 bit, index untouched", _rounded(None, 4)),
     Variant("all-4", "all weights 4 bit", _rounded(4, 4)),
     Variant("all-4-dense", "all weights 4 bit, dense", _rounded(4, 4), Stage.FULL),
+    Variant("top-2", "two blocks", top_k=2),
+    Variant("top-2-index-4", "two blocks, index projections 4 bit", _rounded(4, None), top_k=2),
+    Variant("top-2-index-3", "two blocks, index projections 3 bit", _rounded(3, None), top_k=2),
 )
 
 
@@ -217,8 +221,11 @@ class Evaluation:
         self.variants = [REFERENCE, *(v for v in variants if v is not REFERENCE)]
         self._models: dict[str, Model] = {}
         for variant in self.variants:
-            model = released if variant.weights is _as_released else Model(self.config).to(device)
-            model.load_state_dict(variant.weights(state, master))
+            model = released
+            if variant.weights is not _as_released or variant.top_k:
+                config = dataclasses.replace(self.config, top_k=variant.top_k or self.config.top_k)
+                model = Model(config).to(device)
+                model.load_state_dict(variant.weights(state, master))
             self._models[variant.key] = model
         self.tallies = {v.key: Tally.empty(self.config, device) for v in self.variants}
         #: of each right answer whose fact is in another block: which [layer, head] read the fact's block
