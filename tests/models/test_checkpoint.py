@@ -3,12 +3,15 @@
 import argparse
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
+
+from safetensors.torch import load_file, save_file  # noqa: E402
 
 import checkpoint  # noqa: E402
 from attention import select_blocks, selected_keys  # noqa: E402
@@ -46,8 +49,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`make_model` exported."""
     data, out = tmp_path_factory.mktemp("data"), tmp_path_factory.mktemp("release")
     make_tokenizer(spec_of(CONFIG)).save(str(data / "tokenizer.json"))
+    np.save(data / "heldout.npy", np.arange(100, dtype=np.uint16))
     export(make_model(), data, out)
     return out
+
+
+@pytest.fixture(scope="module")
+def data(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What an export takes from a data folder."""
+    data = tmp_path_factory.mktemp("data")
+    shutil.copy(folder / "tokenizer.json", data)
+    np.save(data / "heldout.npy", np.arange(100, dtype=np.uint16))
+    return data
 
 
 def sample_ids():
@@ -116,25 +129,59 @@ def test_every_tensor_of_the_release_has_its_place():
     assert covered == sum(value.numel() for value in state.values())
 
 
-def test_an_export_leaves_other_files_alone(folder, tmp_path):
+def test_an_export_leaves_other_files_alone(folder, data, tmp_path):
     (tmp_path / "train").mkdir()
     for name in ("README.md", "train/model.py"):
         (tmp_path / name).write_text("mine")
     (tmp_path / "model-00009-of-00009.safetensors").write_bytes(b"old")
-    export(make_model(), folder, tmp_path)
+    export(make_model(), data, tmp_path)
     assert (tmp_path / "README.md").read_text() == (tmp_path / "train/model.py").read_text() == "mine"
     assert not (tmp_path / "model-00009-of-00009.safetensors").exists()
     for path in folder.rglob("*.*"):
         assert (tmp_path / path.relative_to(folder)).read_bytes() == path.read_bytes()
 
 
-def test_weights_that_are_not_finite_are_not_exported(folder, tmp_path):
+def test_weights_that_are_not_finite_are_neither_saved_nor_exported(data, tmp_path):
     model = make_model()
+    save_master(tmp_path / "run", model, {"step": 1})
     with torch.no_grad():
         model.head[3, 4] = float("nan")
     with pytest.raises(ValueError, match="not finite"):
-        export(model, folder, tmp_path / "out")
+        export(model, data, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match="head has values that are not finite"):
+        save_master(tmp_path / "run", model, {"step": 2})
+    kept, meta = load_master(tmp_path / "run", "cpu")
+    assert meta == {"step": 1}
+    assert bool(kept.head.isfinite().all())
+
+
+def test_an_export_does_not_replace_a_master(data, tmp_path):
+    save_master(tmp_path, make_model(), {})
+    with pytest.raises(ValueError, match="float32 weights of a training"):
+        export(make_model(), data, tmp_path)
+    load_master(tmp_path, "cpu")
+
+
+def test_a_tokenizer_of_another_vocabulary(data, tmp_path):
+    with pytest.raises(ValueError, match="expected 4032"):
+        export(make_model(SMALL), data, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tensor_that_the_index_names_and_no_shard_has(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "model")
+    name = f"{TEXT_PREFIX}model.norm.weight"
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    shard = tmp_path / "model" / index["weight_map"][name]
+    tensors = load_file(shard)
+    del tensors[name]
+    save_file(tensors, shard)
+    with pytest.raises(ValueError, match=f"{name} is in the index and in no shard"):
+        load_release(tmp_path / "model", "cpu")
+    shard.write_bytes(shard.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=shard.name):
+        load_release(tmp_path / "model", "cpu")
 
 
 def test_a_config_that_the_training_code_does_not_compute(folder, tmp_path):
@@ -229,8 +276,8 @@ def test_an_evaluation(tmp_path, capsys):
     np.save(tmp_path / "heldout.npy", np.concatenate(list(encode_documents(tokenizer, [text], 1))))
     (tmp_path / "definitions.json").write_text(json.dumps([["apple", "a red fruit"], ["king", "a male sovereign"]]))
     export(make_model(), tmp_path, tmp_path / "model")
-    only = ["dense", "recent", "index-f32", "index-3"]
-    options = argparse.Namespace(folder=tmp_path / "model", data=tmp_path, rows=1, device="cpu", only=only)
+    only = ["dense", "recent", "index-f32", "index-3", "top-2"]
+    options = argparse.Namespace(folder=tmp_path / "model", rows=1, device="cpu", only=only)
     figures = json.loads(json.dumps(evaluate(options)))
     assert figures["rows"] == {"text": 1, "recall": 1, "hard": 1}
     variants = figures["variants"]
@@ -242,6 +289,7 @@ def test_an_evaluation(tmp_path, capsys):
     assert variants["dense"]["kl_by_position"][0] < variants["dense"]["kl_by_position"][1]
     overlaps = [variants[key]["overlap"]["mean"] for key in ("sparse", "index-f32", "index-3", "recent")]
     assert overlaps == sorted(overlaps, reverse=True)
+    assert 0.5 < variants["top-2"]["overlap"]["mean"] < 0.75  # two blocks of three
     everything, *buckets = variants["sparse"]["recall"]
     assert everything["of"] == sum(b["of"] for b in buckets) > 0
     assert 600 < variants["sparse"]["perplexity"] < 2000

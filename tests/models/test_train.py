@@ -1,6 +1,7 @@
 """The training of m3-nano on a CPU, with a model made for tests: it learns, stops, goes on, exports, is evaluated."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +34,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def options(data: Path, out: Path, **changes) -> Options:
-    plain = {"batch": 4, "index_rows": 32, "workers": 0, "device": "cpu", "compile": False, "check": False}
+    plain = {"batch": 2, "index_rows": 32, "workers": 0, "device": "cpu", "compile": False, "check": False}
     return Options(data, out, **(plain | changes))
 
 
@@ -42,11 +43,14 @@ def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that was stopped in stage 1 and went on to the end."""
     out = tmp_path_factory.mktemp("run")
     first = Trainer(options(data, out, steps=LOG_STEPS, seconds=1e9), SMALL)
-    assert first.train()
+    assert not first.train()
     first.save()
     assert first.stage is Stage.FULL
     second = Trainer(options(data, out, steps=2 * LOG_STEPS, seconds=first.state.seconds * 20, stage1=0.01), SMALL)
     assert second.state.step == LOG_STEPS
+    moments = [state["exp_avg"].abs().sum().item() for state in second.optimizer.state.values()]
+    assert len(moments) > 20
+    assert max(moments) > 0
     second.train()
     second.evaluate()
     second.save()
@@ -86,8 +90,9 @@ def test_the_index_branch_learns_the_main_branch():
     assert losses[-1] < 0.7 * losses[0]
 
 
-def test_an_exported_model_is_the_trained_one_in_bf16(trained: Path, data: Path, tmp_path: Path):
+def test_an_exported_model_is_the_trained_one_in_bf16(trained: Path, data: Path, tmp_path: Path, monkeypatch):
     model, _ = load_master(trained, "cpu")
+    monkeypatch.setattr("checkpoint.check_tokenizer", lambda folder, config: None)  # here one of 1,024 tokens
     export(model, data, tmp_path)
     released = load_release(tmp_path, "cpu")
     master = load_index_projections(tmp_path)
@@ -97,6 +102,40 @@ def test_an_exported_model_is_the_trained_one_in_bf16(trained: Path, data: Path,
         assert torch.equal(released.state_dict()[name], expected), name
         if "index" in name and "proj" in name:
             assert torch.equal(master[name], value), name
+
+
+def test_loads_are_balanced(data: Path, tmp_path: Path):
+    """The bias of an expert that many tokens take goes down."""
+    trainer = Trainer(options(data, tmp_path), SMALL)
+    loads = torch.tensor([0.7, 0.6, 0.4, 0.3])
+    trainer.balance([loads, loads])
+    for layer in trainer.model.sparse_layers():
+        assert layer.bias[0] == layer.bias[1] < 0 < layer.bias[2] == layer.bias[3]
+
+
+def test_a_folder_with_weights_alone_goes_on_from_them(trained: Path, data: Path, tmp_path: Path):
+    for path in (trained / "master.json", *trained.glob("weights*")):
+        shutil.copy(path, tmp_path)
+    weights, meta = load_master(tmp_path, "cpu")
+    trainer = Trainer(options(data, tmp_path), SMALL)
+    assert trainer.state.step == meta["state"]["step"] > 0
+    assert all(torch.equal(v, trainer.model.state_dict()[k]) for k, v in weights.state_dict().items())
+
+
+def test_what_does_not_belong_together_is_refused(trained: Path, data: Path, tmp_path: Path):
+    with pytest.raises(ValueError, match="holds a training already"):
+        Trainer(options(data, trained, init=trained), SMALL)
+    other = tmp_path / "data"
+    shutil.copytree(data, other)
+    (other / "tokenizer.json").write_text((data / "tokenizer.json").read_text() + "\n")
+    with pytest.raises(ValueError, match="another tokenizer"):
+        Trainer(options(other, trained), SMALL)
+    with pytest.raises(ValueError, match=r"no tokenizer\.json"):
+        Trainer(options(tmp_path, trained), SMALL)
+    for wrong in ({"seconds": 0}, {"batch": 0}, {"index_rows": 1000}):
+        with pytest.raises(ValueError, match="expected"):
+            Trainer(options(data, tmp_path / "run", **wrong), SMALL)
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_answer_counts_if_all_its_tokens_are_right():

@@ -30,9 +30,11 @@ def block_scores(index_q: Tensor, index_k: Tensor, block: int) -> Tensor:
 def select_blocks(scores: Tensor, top_k: int, block: int) -> Tensor:
     """The top_k blocks of each query, its own block always among them; equal scores: the lower block.
 
-    scores: float32 [B, G, S, N]. Returns a selection.
+    scores: float32 [B, G, S, N]. Returns a selection. Raises ValueError for more than MAX_BLOCKS blocks.
     """
     s, n = scores.shape[-2:]
+    if n > MAX_BLOCKS:
+        raise ValueError(f"{n} blocks, a selection has bits for {MAX_BLOCKS}")
     own = torch.arange(s, device=scores.device)[:, None] // block
     blocks = torch.arange(n, device=scores.device)
     scores = torch.where(blocks == own, float("inf"), scores)

@@ -4,27 +4,32 @@
 
 turns the first into the second. A master folder holds master.json and up to five safetensors files; master.json names
 them and is replaced last, so that a folder is whole at every moment. A release folder is what MiniMaxAI/MiniMax-M3
-looks like, its vision part small and untrained, and train/index_projections_f32.safetensors: the index projections as
-they were before rounding to BF16, for the evaluation.
+looks like, its vision part small and untrained; in its train/, for the evaluation, the index projections as they were
+before rounding to BF16, and the held-out text.
 """
 
 import argparse
 import dataclasses
+import hashlib
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import checkpoint_tensors as release
 from checkpoint_tensors import TEXT_PREFIX, make_tensors, write_json
-from make_checkpoint import CheckpointParts, CheckpointSpec, Sampling, make_config, write_checkpoint
+from make_checkpoint import SPECIAL_TOKENS, CheckpointParts, CheckpointSpec, Sampling, make_config, write_checkpoint
 from model import Model, ModelConfig
+from rows import HELD_OUT
+from vocabulary import write_ids
 
 TEMPLATE = Path(__file__).resolve().parent.parent / "chat_template.jinja"
 INDEX_MASTER = Path("train", "index_projections_f32.safetensors")  #: in a release folder
@@ -42,9 +47,14 @@ def save_master(folder: Path, model: Model, meta: Mapping[str, Any]) -> None:
     """Writes the float32 weights, the configuration and `meta`, which JSON must hold, into `folder`.
 
     Until it is done, and if it fails, the folder keeps what it held before. Raises ValueError for weights that
-    MAX_FILES files of FILE_BYTES cannot hold.
+    MAX_FILES files of FILE_BYTES cannot hold, or that are not finite.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    for name, value in model.state_dict().items():
+        if not bool(value.isfinite().all()):
+            raise ValueError(f"{name} has values that are not finite; {folder} keeps the weights of the last save")
+    for left in folder.glob(".tmp*"):  # of a save that was killed
+        left.unlink()
     state = {name: value.detach().float().cpu().contiguous() for name, value in model.state_dict().items()}
     path = folder / "master.json"
     old = _read_json(path)["files"] if path.exists() else []
@@ -188,10 +198,14 @@ def spec_of(config: ModelConfig) -> CheckpointSpec:
 def export(model: Model, data_dir: Path, out: Path, sampling: Sampling = SAMPLING) -> None:
     """Writes the release layout into `out`; files there that are none of it stay.
 
-    data_dir: has the tokenizer.json. Raises ValueError, before anything is written, if a tensor would have another
-    name, shape or type than the release's.
+    data_dir: has tokenizer.json and heldout.npy, which goes into train/ for the evaluation. Raises ValueError, before
+    anything is written, if a tensor would have another name, shape or type than the release's, if the tokenizer is not
+    one of this vocabulary, or if `out` is a master folder, whose weights would be lost.
     """
+    if (out / "master.json").exists():
+        raise ValueError(f"{out}: holds the float32 weights of a training; export into another folder")
     spec = spec_of(model.config)
+    check_tokenizer(data_dir, model.config)
     state = {name: value.detach().float().cpu() for name, value in model.state_dict().items()}
     tensors = make_tensors(spec)  # the vision part stays as it is here
     where = places(model.config)
@@ -207,7 +221,22 @@ def export(model: Model, data_dir: Path, out: Path, sampling: Sampling = SAMPLIN
     parts = CheckpointParts(tokenizer, tensors, TEMPLATE.read_text(encoding="utf-8"), sampling)
     write_checkpoint(out, spec, parts)
     (out / INDEX_MASTER).parent.mkdir(exist_ok=True)
+    write_ids(out / HELD_OUT, np.load(data_dir / "heldout.npy"))
     _save({name: value for name, value in state.items() if is_index_projection(name)}, out / INDEX_MASTER)
+
+
+def tokenizer_sha256(folder: Path) -> str:
+    """Of the tokenizer.json in a folder: weights belong to one tokenizer."""
+    return hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
+
+
+def check_tokenizer(folder: Path, config: ModelConfig) -> None:
+    """Raises ValueError if the named tokens of a folder's tokenizer do not stand at the top of the vocabulary."""
+    added = {token["content"]: token["id"] for token in _read_json(folder / "tokenizer.json")["added_tokens"]}
+    first = spec_of(config).first_special
+    for i, token in enumerate(SPECIAL_TOKENS):
+        if added.get(token) != first + i:
+            raise ValueError(f"{folder}: the tokenizer has {token} at {added.get(token)}, expected {first + i}")
 
 
 def _stored(value: Tensor, dtype: str) -> release.Tensor:
@@ -231,14 +260,26 @@ def load_release(folder: Path, device: str) -> Model:
         raise ValueError(f"{folder}: tensor {min(different)} is missing or not one of the model's")
     model = Model(config)
     state = model.state_dict()
+    missing = set(where)
     for shard in sorted(set(index.values())):
-        with safe_open(folder / shard, framework="pt") as file:
+        with _open_shard(folder / shard) as file:
             for name in set(file.keys()) & set(where):
+                missing.discard(name)
                 target, value = where[name].of(state), file.get_tensor(name)
                 if target.shape != value.shape:
                     raise ValueError(f"{folder}: {name} has shape {tuple(value.shape)}, expected {tuple(target.shape)}")
                 target.copy_(value)
+    if missing:
+        raise ValueError(f"{folder}: {min(missing)} is in the index and in no shard")
     return model.to(device)
+
+
+def _open_shard(path: Path) -> Any:
+    """Raises ValueError with the name of a file that is missing or damaged."""
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -263,7 +304,6 @@ def read_config(folder: Path) -> ModelConfig:
         vocab=text["vocab_size"],
         context=text["max_position_embeddings"],
         theta=float(text["rope_theta"]),
-        routed_scale=text["routed_scaling_factor"],
     )
     expected = make_config(spec_of(config))["text_config"]
     for key in sorted(set(expected) | set(text)):
@@ -292,8 +332,13 @@ def main() -> None:
     parser.add_argument("data", type=Path, metavar="DATA_DIR", help="folder with the tokenizer.json")
     parser.add_argument("out", type=Path, metavar="OUT_DIR")
     options = parser.parse_args()
-    model, _ = load_master(options.master, "cpu")
-    export(model, options.data, options.out)
+    try:
+        model, meta = load_master(options.master, "cpu")
+        if meta.get("tokenizer_sha256") not in (None, tokenizer_sha256(options.data)):
+            raise ValueError(f"{options.data}: has another tokenizer than the weights were trained with")
+        export(model, options.data, options.out)
+    except (OSError, ValueError, SafetensorError) as error:
+        sys.exit(f"checkpoint: {error}")
     load_release(options.out, "cpu")
     files = sorted(options.out.glob("*.safetensors"))
     print(f"{options.out}: {len(files)} shards, {sum(path.stat().st_size for path in files) / 1e6:.1f} MB")

@@ -18,7 +18,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ from checkpoint import load_release, read_config
 from evaluate import exact_float32
 from m3_runtime import Model as Engine
 from make_checkpoint import TEXT
-from model import Layer, ModelConfig, Pass, Stage, linear
+from model import ModelConfig, Pass, Stage
 
 NEAR_TIE = 1e-3  #: gap of scores below which a difference is none
 EXPERT_NOISE = 2e-6  #: of router scores between programs: below this gap the experts may differ
@@ -147,25 +146,10 @@ def _indexer_scores(indexer: nn.Module, hidden: Tensor, tables: tuple[Tensor, Te
 def run_training_code(folder: Path, ids: Tensor) -> Run:
     """ids int64 [n]."""
     model = load_release(folder, "cpu")
-    experts: list[Tensor] = []
-    for layer in model.sparse_layers():
-        _watch_experts(layer, experts)
     logits, out = model.logits(ids[None], Pass(Stage.SPARSE, torch.float32))
     block = model.config.block
     blocks = [selected_keys(selection[0], len(ids) // block, 1) for selection in out.selections]
-    return Run(logits[0].numpy(), torch.stack(blocks).numpy(), torch.stack(experts).numpy())
-
-
-def _watch_experts(layer: Layer, found: list[Tensor]) -> None:
-    """Lets a layer append the experts that it chooses, as its result does not say."""
-    compute: Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]] = layer._experts
-
-    def experts(h: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        scores = linear(h, layer.router).sigmoid() + layer.bias
-        found.append(flags(scores[0].topk(layer.config.top).indices, layer.config.experts))
-        return compute(h, dtype)
-
-    layer._experts = experts  # type: ignore[method-assign]
+    return Run(logits[0].numpy(), torch.stack(blocks).numpy(), torch.stack(out.experts)[:, 0].numpy())
 
 
 def run_engine(folder: Path, ids: NDArray[np.int32], config: ModelConfig) -> Run:

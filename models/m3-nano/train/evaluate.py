@@ -1,6 +1,6 @@
 """What block selection is worth: the model as trained, dense, with wrong blocks, with rounded weights.
 
-    python evaluate.py FOLDER DATA OUT.json [--device cuda] [--rows 64] [--only dense index-4 ...]
+    python evaluate.py FOLDER OUT.json [--device cuda] [--rows 64] [--only dense index-4 ...]
     python evaluate.py --markdown OUT.json
 
 The first form runs the training code in float32 on the released weights in FOLDER over fixed held-out rows of text and
@@ -14,6 +14,7 @@ import dataclasses
 import hashlib
 import json
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -378,7 +379,7 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     exact_float32()
     started = time.monotonic()
     context = load_release(options.folder, "cpu").config.context
-    data = Data.load(options.data, held_out=True)
+    data = Data.of_release(options.folder)
     rows = held_out_rows(data, context, text=options.rows, recall=options.rows, hard=(options.rows + 1) // 2)
     variants = [v for v in VARIANTS if not options.only or v.key in options.only]
     evaluation = Evaluation(options.folder, rows, variants, options.device)
@@ -399,7 +400,6 @@ def main() -> None:
     """Parses the command line; evaluates or prints tables."""
     parser = argparse.ArgumentParser(description="Measures what block selection is worth.")
     parser.add_argument("folder", type=Path, nargs="?", metavar="FOLDER", help="model in the release's layout")
-    parser.add_argument("data", type=Path, nargs="?", metavar="DATA", help="folder with the held-out text")
     parser.add_argument("out", type=Path, nargs="?", metavar="OUT.json")
     parser.add_argument("--device", default="cuda", help="cuda or cpu (cuda)")
     parser.add_argument("--rows", type=int, default=64, help="rows of text and of recall, half as many hard ones (64)")
@@ -409,9 +409,14 @@ def main() -> None:
     if options.markdown:
         print_tables(json.loads(options.markdown.read_text(encoding="utf-8")))
         return
-    if options.out is None:
-        parser.error("FOLDER, DATA and OUT.json are needed")
-    text = json.dumps(evaluate(options), indent=1)
+    if options.out is None or options.rows < 1:
+        parser.error("FOLDER, OUT.json and at least one row are needed")
+    if not options.out.absolute().parent.is_dir():
+        parser.error(f"{options.out.parent}: no such folder")
+    try:
+        text = json.dumps(evaluate(options), indent=1)
+    except (OSError, ValueError) as error:
+        sys.exit(f"evaluate: {error}")
     options.out.write_text(text + "\n", encoding="utf-8")
 
 

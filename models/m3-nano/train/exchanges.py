@@ -363,4 +363,5 @@ def careless(random: Random, text: str) -> str:
 
 def article(noun: str) -> str:
     """`noun` after "a" or "an"."""
-    return f"{'an' if noun[0] in 'aeio' else 'a'} {noun}"
+    vowel = noun[0] in "aeio" or (noun[0] == "u" and not noun.startswith(("un", "us")))
+    return f"{'an' if vowel else 'a'} {noun}"

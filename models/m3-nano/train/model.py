@@ -26,6 +26,7 @@ from attention import (
 SWIGLU_ALPHA = 1.702
 SWIGLU_LIMIT = 7.0
 EPSILON = 1e-6
+ROUTED_SCALE = 2.0
 INDEX_PARAMETERS = frozenset(("index_q_proj", "index_k_proj", "index_q_norm", "index_k_norm"))
 
 
@@ -50,7 +51,6 @@ class ModelConfig:
     vocab: int = 4096
     context: int = 4096
     theta: float = 5e6
-    routed_scale: float = 2.0
 
 
 #: For tests: trains for some steps on a CPU in seconds.
@@ -98,11 +98,11 @@ class Pass:
 
 @dataclass(frozen=True)
 class LayerResult:
-    """x: float32 [B, S, hidden]; of a sparse layer: scalar index loss, load [experts], selection [B, G, S]."""
+    """x: float32 [B, S, hidden]; of a sparse layer: scalar index loss, experts bool [B, S, experts], selection."""
 
     x: Tensor
     loss: Tensor | None = None
-    load: Tensor | None = None
+    experts: Tensor | None = None
     selection: Tensor | None = None
 
 
@@ -177,8 +177,8 @@ class Layer(nn.Module):
         if run.rows is not None:
             loss = index_loss(q.detach(), k.detach(), index_q, index_k, run.rows, selection, c.block)
         x = x + self._merge(attended)
-        y, load = self._experts(rms_norm(x, self.post_norm), run.dtype)
-        return LayerResult(x + y, loss, load, selection)
+        y, experts = self._experts(rms_norm(x, self.post_norm), run.dtype)
+        return LayerResult(x + y, loss, experts, selection)
 
     def index_branch(self, h: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Index queries [B, G, S, index_dim] and the index key [B, 1, S, index_dim] of the normalized input."""
@@ -208,35 +208,32 @@ class Layer(nn.Module):
         return linear(attended.transpose(1, 2).reshape(b, s, -1), self.o_proj)
 
     def _experts(self, h: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """h float32 [B, S, hidden] -> the same, and the share of tokens of each expert, [experts].
+        """h float32 [B, S, hidden] -> the same, and which experts each token takes, bool [B, S, experts].
 
         All experts are computed and those not chosen weigh 0: exact, and fast enough at this size.
         """
         c = self.config
         b, s, _ = h.shape
         affinity = torch.sigmoid(linear(h, self.router))
-        left = (affinity + self.bias).detach()
-        chosen = torch.zeros_like(left, dtype=torch.bool)
-        for _ in range(c.top):
-            best = left == left.amax(-1, keepdim=True)
-            chosen, left = chosen | best, left.masked_fill(best, float("-inf"))
+        best = (affinity + self.bias).detach().topk(c.top, -1).indices
+        chosen = torch.zeros_like(affinity, dtype=torch.bool).scatter(-1, best, True)
         weight = affinity * chosen
-        weight = c.routed_scale * weight / weight.sum(-1, keepdim=True)
+        weight = ROUTED_SCALE * weight / weight.sum(-1, keepdim=True)
         h = h.to(dtype)
         y = linear(h, self.expert_gate_up.view(-1, c.hidden)).view(b, s, c.experts, 2, c.inter)
         y = swiglu(y[..., 0, :], y[..., 1, :]) * weight.unsqueeze(-1).to(dtype)
         routed = linear(y.reshape(b, s, -1), self.expert_down.permute(1, 0, 2).reshape(c.hidden, -1))
         shared = swiglu(linear(h, self.shared_gate_up[0]), linear(h, self.shared_gate_up[1]))
-        return routed + linear(shared, self.shared_down), chosen.float().mean((0, 1))
+        return routed + linear(shared, self.shared_down), chosen
 
 
 @dataclass(frozen=True)
 class Output:
-    """What the layers give: x float32 [B, S, hidden] and, one entry a sparse layer, losses, loads and selections."""
+    """What the layers give: x float32 [B, S, hidden] and, one entry a sparse layer, losses, experts and selections."""
 
     x: Tensor
     losses: list[Tensor]
-    loads: list[Tensor]
+    experts: list[Tensor]
     selections: list[Tensor]
 
 
@@ -303,7 +300,7 @@ class Model(nn.Module):
         return Output(
             x,
             [r.loss for r in results if r.loss is not None],
-            [r.load for r in results if r.load is not None],
+            [r.experts for r in results if r.experts is not None],
             [r.selection for r in results if r.selection is not None],
         )
 

@@ -25,6 +25,7 @@ from facts import ExamPlan
 from vocabulary import Encoded, encode, read_ids, unmark
 
 TEMPLATE = Path(__file__).resolve().parent.parent / "chat_template.jinja"
+HELD_OUT = Path("train", "heldout.xz")  #: in a published folder
 LEAST_DOCUMENT = 320  #: tokens; a shorter rest of a row is filled with text
 
 _NOWHERE = np.empty(0, np.int32)
@@ -75,6 +76,13 @@ class Data:
         stream = np.load(folder / "heldout.npy") if held_out else read_ids(folder / "train.xz")
         definitions = json.loads((folder / "definitions.json").read_text(encoding="utf-8"))
         return cls(tokenizer, Filler(tokenizer, stream), definitions, ChatFormat(TEMPLATE.read_text(encoding="utf-8")))
+
+    @classmethod
+    def of_release(cls, folder: Path) -> "Data":
+        """What the evaluation needs, from the published folder alone: its tokenizer and the held-out text of train/."""
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        stream = read_ids(folder / HELD_OUT)
+        return cls(tokenizer, Filler(tokenizer, stream), [], ChatFormat(TEMPLATE.read_text(encoding="utf-8")))
 
 
 class Rows:

@@ -12,17 +12,19 @@ import argparse
 import dataclasses
 import json
 import math
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from checkpoint import load_master, save_master
+from checkpoint import load_master, save_master, tokenizer_sha256
 from evaluate import score_answers
 from model import INDEX_PARAMETERS, SMALL, Model, ModelConfig, Pass, Stage, Way
 from rows import Data, Row, Rows, held_out_rows
@@ -40,13 +42,13 @@ class Options:
 
     data: Path
     out: Path
-    seconds: float = 1200
+    seconds: float = 1170
     batch: int = 32
     rate: float = 3e-3
     stage1: float = 0.22  #: share of the time that stage 1 takes
     index_rows: int = 128  #: queries per sequence in the index loss
-    workers: int = 12  #: processes that make rows
-    evaluate_every: float = 120  #: seconds
+    workers: int = 15  #: processes that make rows
+    evaluate_every: float = 150  #: seconds
     save_every: float = 60
     steps: int = 1 << 30  #: an end before `seconds`
     stop_after: float = math.inf  #: seconds of this call, after which it saves and ends
@@ -54,7 +56,7 @@ class Options:
     compile: bool = True
     check: bool = True  #: compare compiled and plain passes before training
     init: Path | None = None
-    seed: int = 0
+    seed: int = 0  #: of the first weights; rows differ in every start
 
 
 @dataclass
@@ -64,7 +66,7 @@ class State:
     step: int = 0
     seconds: float = 0.0
     tokens: int = 0
-    stage2_from: tuple[int, int] | None = None  #: step and tokens
+    stage2_from: list[int] | None = None  #: step and tokens
     history: list[list[float]] = field(default_factory=list)  #: seconds, step, tokens, stage, entropy, index losses
     evaluations: list[dict[str, float]] = field(default_factory=list)
 
@@ -98,12 +100,15 @@ class Trainer:
 
     def __init__(self, options: Options, config: ModelConfig) -> None:
         self.options, self.config = options, config
-        options.out.mkdir(parents=True, exist_ok=True)
+        _check(options, config)
+        self._tokenizer = tokenizer_sha256(options.data)
         started = time.monotonic()
         data = Data.load(options.data)
         self._held_out = held_out_rows(
             Data.load(options.data, held_out=True), config.context, text=8, recall=12, hard=6
         )
+        options.out.mkdir(parents=True, exist_ok=True)
+        self.log("options " + json.dumps(self._plain_options()))
         seed = 1000 * int(time.time())  # other rows after every start
         # The workers fork here, before CUDA starts.
         self._batches = iter(
@@ -134,23 +139,44 @@ class Trainer:
             file.write(text + "\n")
 
     def _start(self) -> None:
-        resume = self.options.out / "resume.pt"
+        """Goes on from resume.pt, or from weights alone, or begins. Raises ValueError if that is not what was asked."""
+        options = self.options
+        resume, weights = options.out / "resume.pt", options.init
+        if not resume.exists() and (options.out / "master.json").exists():
+            weights = options.out  # the optimizer's state was not kept
+        if (options.init and weights is not options.init) or (options.init and resume.exists()):
+            raise ValueError(f"{options.out}: holds a training already, --init wants an empty folder")
         if resume.exists():
-            saved = torch.load(resume, map_location=self.options.device, weights_only=True)
+            saved = torch.load(resume, map_location=options.device, weights_only=True)
+            self._check_origin(resume, saved)
             self.model.load_state_dict(saved["model"])
-            self._optimizer = self._new_optimizer()
-            self._optimizer.load_state_dict(saved["optimizer"])
+            self.optimizer = self._new_optimizer()
+            self.optimizer.load_state_dict(saved["optimizer"])
             self.state = State(**saved["state"])
             self.log(f"resumed at step {self.state.step}, {self.state.seconds:.0f} s")
             return
-        if self.options.init:
-            model, meta = load_master(self.options.init, self.options.device)
+        if weights:
+            model, meta = load_master(weights, options.device)
+            self._check_origin(weights, meta)
             self.model.load_state_dict(model.state_dict())
             self.state = State(**meta["state"])
-            self.log(f"{self.options.init}: weights of step {self.state.step}, {self.state.seconds:.0f} s")
-        self._optimizer = self._new_optimizer()
+            self.log(
+                f"{weights}: weights of step {self.state.step}, {self.state.seconds:.0f} s, without optimizer state"
+            )
+        self.optimizer = self._new_optimizer()
         count = sum(p.numel() for p in self.model.parameters())
-        self.log(f"{count} parameters, torch {torch.__version__}, {self.options.device}")
+        self.log(f"{count} parameters, torch {torch.__version__}, {options.device}")
+
+    def _check_origin(self, path: Path, saved: Mapping[str, Any]) -> None:
+        if saved.get("tokenizer_sha256") not in (None, self._tokenizer):
+            raise ValueError(f"{path}: was trained with another tokenizer than that of {self.options.data}")
+
+    def _plain_options(self) -> dict[str, str | int | float]:
+        """The options as JSON can hold them."""
+        return {
+            key: value if isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)) else str(value)
+            for key, value in dataclasses.asdict(self.options).items()
+        }
 
     def _new_optimizer(self) -> torch.optim.AdamW:
         decayed, rest = [], []
@@ -191,7 +217,7 @@ class Trainer:
 
     def step(self, batch: Batch, offset: int) -> Tensor:
         """One optimizer step; entropy, index losses and the smallest expert load of every sparse layer."""
-        for group in self._optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             group["lr"] = self._rate()
         loss, entropy, out = self.model.losses(batch.ids, batch.targets, batch.weight, self._pass(self.stage, offset))
         loss.backward()
@@ -199,23 +225,27 @@ class Trainer:
         main = [p for n, p in self.model.named_parameters() if n.split(".")[-1] not in INDEX_PARAMETERS]
         torch.nn.utils.clip_grad_norm_(main, 1.0)
         torch.nn.utils.clip_grad_norm_(index, 1.0)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        self._balance(out.loads)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        loads = [x.float().mean((0, 1)) for x in out.experts]
+        self.balance(loads)
         self.state.step += 1
         self.state.tokens += batch.ids.numel()
         losses = torch.stack([x.detach() for x in out.losses])
-        return torch.cat([entropy[None], losses, torch.stack([x.amin() for x in out.loads])])
+        return torch.cat([entropy[None], losses, torch.stack([x.amin() for x in loads])])
 
     @torch.no_grad()
-    def _balance(self, loads: list[Tensor]) -> None:
-        """Moves the biases towards equal loads (DeepSeek-V3's auxiliary-loss-free balancing, arXiv 2412.19437)."""
+    def balance(self, loads: list[Tensor]) -> None:
+        """Moves the biases towards equal loads, float32 [experts] of every sparse layer.
+
+        DeepSeek-V3's auxiliary-loss-free balancing, arXiv 2412.19437.
+        """
         size = BIAS_STEP * max(0.05, 1 - self.progress)
         for layer, load in zip(self.model.sparse_layers(), loads, strict=True):
             layer.bias += size * torch.sign(load.mean() - load)
 
     def train(self) -> bool:
-        """Until the time is over (True) or the options end it before."""
+        """Until the time is over (True), or an option ends it before (False)."""
         options, state = self.options, self.state
         call_began = time.monotonic()
         began = call_began - state.seconds
@@ -227,7 +257,7 @@ class Trainer:
             if time.monotonic() - call_began > options.stop_after:
                 return False
             if self.stage is Stage.SPARSE and state.stage2_from is None:
-                state.stage2_from = (state.step, state.tokens)
+                state.stage2_from = [state.step, state.tokens]
                 self.log(f"stage 2 from step {state.step}, {state.tokens / 1e6:.0f} M tokens")
                 self.evaluate()
             asked = time.monotonic()
@@ -240,7 +270,7 @@ class Trainer:
                 rate = len(sums) * batch.ids.numel() / (time.monotonic() - ticked)
                 self._report(means, rate, waited)
                 if not math.isfinite(means[0]):
-                    raise RuntimeError(f"the loss is not finite at step {state.step}: start again from OUT's weights")
+                    raise RuntimeError(f"the loss is not finite at step {state.step}; {options.out} has older weights")
                 sums, waited, ticked = [], 0.0, time.monotonic()
             state.seconds = time.monotonic() - began
             if state.seconds - evaluated > options.evaluate_every:
@@ -249,7 +279,7 @@ class Trainer:
             if state.seconds - saved > options.save_every:
                 saved = state.seconds
                 self.save()
-        return True
+        return self.progress >= 1
 
     def _report(self, means: list[float], rate: float, waited: float) -> None:
         state, n = self.state, (len(means) - 1) // 2
@@ -302,7 +332,7 @@ class Trainer:
             started = time.monotonic()
             loss, entropy, out = self.model.losses(batch.ids, batch.targets, batch.weight, run)
             loss.backward()
-            self._optimizer.zero_grad()
+            self.optimizer.zero_grad()
             torch.cuda.synchronize()
             self.log(f"{stage.name}: compiled in {time.monotonic() - started:.1f} s, entropy {entropy.item():.4f}")
             with torch.no_grad():
@@ -321,7 +351,7 @@ class Trainer:
                 started = time.monotonic()
                 for _ in range(5):
                     self.model.losses(batch.ids, batch.targets, batch.weight, run)[0].backward()
-                    self._optimizer.zero_grad()
+                    self.optimizer.zero_grad()
                 torch.cuda.synchronize()
                 seconds = (time.monotonic() - started) / 5
             memory = torch.cuda.max_memory_allocated() / 1e9
@@ -331,13 +361,19 @@ class Trainer:
     def save(self) -> None:
         """The weights for other programs, and everything for another call."""
         state = dataclasses.asdict(self.state)
-        options = {
-            key: value if isinstance(value, int | float) else str(value)
-            for key, value in dataclasses.asdict(self.options).items()
-        }
-        save_master(self.options.out, self.model, {"state": state, "options": options})
+        save_master(
+            self.options.out,
+            self.model,
+            {"state": state, "options": self._plain_options(), "tokenizer_sha256": self._tokenizer},
+        )
         part = self.options.out / "resume.pt.part"
-        torch.save({"model": self.model.state_dict(), "optimizer": self._optimizer.state_dict(), "state": state}, part)
+        saved = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "state": state,
+            "tokenizer_sha256": self._tokenizer,
+        }
+        torch.save(saved, part)
         part.replace(self.options.out / "resume.pt")
 
 
@@ -356,15 +392,36 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="a model for tests: context 512, three layers")
     arguments = vars(parser.parse_args())
     config = SMALL if arguments.pop("small") else ModelConfig()
-    trainer = Trainer(Options(**arguments), config)
-    if trainer.options.check:
-        trainer.check()
-    finished = trainer.train()
-    trainer.evaluate()
-    trainer.save()
+    try:
+        trainer = Trainer(Options(**arguments), config)
+        if trainer.options.check and trainer.options.device != "cpu":
+            trainer.check()
+        finished = False
+        try:
+            finished = trainer.train()
+        except KeyboardInterrupt:
+            trainer.log("interrupted")
+        trainer.save()
+        if finished:
+            trainer.evaluate()
+            trainer.save()
+    except (OSError, ValueError, RuntimeError) as error:
+        sys.exit(f"train: {error}")
     if trainer.options.device != "cpu":
         trainer.log(f"peak memory {torch.cuda.max_memory_allocated() / 1e9:.1f} GB")
     trainer.log("finished" if finished else "stopped; the same command goes on")
+
+
+def _check(options: Options, config: ModelConfig) -> None:
+    """Raises ValueError for options that cannot work together, before anything is written."""
+    if not (options.data / "tokenizer.json").exists():
+        raise ValueError(f"{options.data}: no tokenizer.json there, `make nano-data` makes it")
+    if options.seconds <= 0 or options.batch < 1:
+        raise ValueError(f"--seconds {options.seconds} and --batch {options.batch}, expected above 0")
+    if not 0 < options.index_rows <= config.context:
+        raise ValueError(f"--index-rows {options.index_rows}, expected 1 to {config.context}")
+    if options.device != "cpu" and not torch.cuda.is_available():
+        raise ValueError(f"--device {options.device}: torch finds no GPU")
 
 
 if __name__ == "__main__":
