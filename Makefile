@@ -77,6 +77,7 @@ endif
 	$(Q)$(GGUF_PYTHON) $< $@
 
 build/release/quant/scale_search_avx2.o build/asan/quant/scale_search_avx2.o: native/src/quant/scale_search.c
+build/release/quant/codebook_search_avx2.o build/asan/quant/codebook_search_avx2.o: native/src/quant/codebook_search.c
 
 build/release/quant/codebooks.o build/asan/quant/codebooks.o: $(TABLES)
 
@@ -98,11 +99,11 @@ install: native $(STAMP)
 # fact that lies 3,500 tokens back in a text.
 demo: install
 	@mkdir -p demo
-	$(VENV)/bin/m3-convert $(NANO) demo/m3-nano-q8_0.gguf --type q8_0
-	$(VENV)/bin/m3-check-selection $(NANO) demo/m3-nano-q8_0.gguf --context 4096
-	$(VENV)/bin/m3-run demo/m3-nano-q8_0.gguf -p "What is 7 plus 5?"
-	$(VENV)/bin/m3-run demo/m3-nano-q8_0.gguf -f $(NANO)/recall.txt
-	@echo "to chat: $(VENV)/bin/m3-run demo/m3-nano-q8_0.gguf"
+	$(VENV)/bin/m3-convert $(NANO) demo/m3-nano-q4_k_m.gguf --type q4_k_m
+	$(VENV)/bin/m3-check-selection $(NANO) demo/m3-nano-q4_k_m.gguf --context 4096
+	$(VENV)/bin/m3-run demo/m3-nano-q4_k_m.gguf -p "What is 7 plus 5?"
+	$(VENV)/bin/m3-run demo/m3-nano-q4_k_m.gguf -f $(NANO)/recall.txt
+	@echo "to chat: $(VENV)/bin/m3-run demo/m3-nano-q4_k_m.gguf"
 
 # ------------------------------------------------------------------------------------------------ checks
 

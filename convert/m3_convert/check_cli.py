@@ -10,20 +10,13 @@ from typing import Annotated, NoReturn
 import numpy as np
 import typer
 
-from m3_convert.layer_walk import (
-    WalkOptions,
-    check_choice,
-    check_comparable,
-    check_memory,
-    estimate_memory,
-    walk,
-    work,
-)
+from m3_convert.layer_walk import check_choice, check_comparable, check_memory, estimate_memory, walk, work
 from m3_convert.layered_model import LayeredModel, open_layered
 from m3_convert.progress import format_bytes, format_seconds
 from m3_convert.report import CheckReport, SideSummary, print_report, report_json
 from m3_convert.text_sample import TextSample, load_text, sample_text
 from m3_convert.walk_progress import walk_progress
+from m3_convert.walker import WalkOptions
 from m3_runtime import memory
 from m3_runtime.command import abandon_stdout, guarded, new_app, one_line, run
 from m3_runtime.engine import CACHE_TYPES, ISAS
@@ -45,7 +38,10 @@ app = new_app()
 )
 @guarded
 def check_command(
-    reference: Annotated[Path, typer.Argument(metavar="REFERENCE", help="Checkpoint folder or GGUF file.")],
+    reference: Annotated[
+        Path,
+        typer.Argument(metavar="REFERENCE", help="Checkpoint folder or GGUF file."),
+    ],
     candidate: Annotated[
         Path,
         typer.Argument(metavar="CANDIDATE", help="The same model in another form: checkpoint folder or GGUF file."),

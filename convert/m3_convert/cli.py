@@ -11,12 +11,14 @@ import typer
 
 from m3_convert.checkpoint import load_checkpoint
 from m3_convert.execute import Result, check_output, convert, free_bytes
-from m3_convert.gguf_file import check_header, file_bytes, header_bytes
+from m3_convert.gguf_file import OutputFile, check_header, header_bytes
 from m3_convert.hub import resolve_source
+from m3_convert.imatrix import ImportanceMatrix
 from m3_convert.metadata import build_metadata
 from m3_convert.plan import Plan, plan_conversion, tensor_json
 from m3_convert.precision import choose
 from m3_convert.progress import format_bytes, format_seconds
+from m3_convert.split import output_files, parse_size
 from m3_convert.vocabulary import load_vocabulary
 from m3_runtime.command import guarded, new_app, run
 from m3_runtime.errors import InputError
@@ -64,6 +66,15 @@ def convert_command(
             "Repeatable; the first rule that matches a tensor decides, before the recipe.",
         ),
     ] = None,
+    imatrix: Annotated[
+        Path | None,
+        typer.Option(
+            "--imatrix",
+            metavar="FILE",
+            help="Importance of the columns, from m3-imatrix or llama.cpp: types that search for their scales weigh "
+            "errors with it; iq2_xxs and iq1_m need it.",
+        ),
+    ] = None,
     strict: Annotated[
         bool,
         typer.Option(
@@ -82,31 +93,60 @@ def convert_command(
     explain: Annotated[
         str | None, typer.Option("--explain", metavar="TENSOR", help="Say which rule decides the type of a tensor.")
     ] = None,
+    split_max_size: Annotated[
+        str | None,
+        typer.Option(
+            "--split-max-size",
+            metavar="N[M|G]",
+            help="Write files OUT-00001-of-0000N.gguf of at most this many bytes (M: 10^6, G: 10^9). Any of them, or "
+            "their folder, stands for the model.",
+        ),
+    ] = None,
+    restart: Annotated[
+        bool,
+        typer.Option(
+            "--restart", help="Start anew where an interrupted run left OUT.gguf.part, instead of going on from there."
+        ),
+    ] = False,
     threads: Annotated[int, typer.Option("--threads", min=0, help="Threads for quantization; 0 takes all cores.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan or the result as JSON.")] = False,
 ) -> None:
     if out is None and not dry_run and explain is None:
         raise InputError("OUT.gguf is missing (it may be left out with --dry-run or --explain)")
+    max_bytes = None if split_max_size is None else parse_size(split_max_size)
     choice = replace(choose(type_, recipe, rule or ()), strict=strict, allow_lossy_indexer=allow_lossy_indexer)
     found = resolve_source(source)
     plan = plan_conversion(load_checkpoint(found.folder, found.name), choice)
     if explain is not None:
         _print_explanation(plan, explain, as_json)
         return
+    coverage = None
+    if imatrix is not None:
+        plan, coverage = plan.with_importance(ImportanceMatrix.load(imatrix))
     plan.check_importance()
     vocabulary = load_vocabulary(found.folder, plan.checkpoint.config)
-    header = header_bytes(plan, build_metadata(plan, vocabulary))
-    check_header(header, str(out or source))
-    for warning in (*plan.warnings, *vocabulary.warnings, *_fallback_warnings(plan)):
+    metadata = build_metadata(plan, vocabulary)
+    whole = OutputFile(out or Path("out.gguf"), header_bytes(plan, metadata), plan.tensors)
+    check_header(whole.header, str(out or source))
+    files = output_files(plan, metadata, whole, max_bytes)
+    notes = coverage.notes() if coverage else ()
+    for warning in (*plan.warnings, *vocabulary.warnings, *_fallback_warnings(plan), *notes):
         print(f"{NAME}: note: {warning}", file=sys.stderr)
-    target = check_output(plan, out) if out is not None else None
+    if out is not None:
+        check_output(plan, out)
+        files = [replace(file, path=check_output(plan, file.path)) for file in files]
     if dry_run:
-        _print_plan(plan, file_bytes(plan, header), target, as_json)
+        _print_plan(plan, files, out is not None, as_json)
         return
-    assert out is not None and target is not None
-    needed, free = format_bytes(file_bytes(plan, header)), format_bytes(free_bytes(target))
-    print(f"{NAME}: {needed} to write, {free} free", file=sys.stderr)
-    _print_result(plan, convert(plan, header, out, threads), as_json)
+    assert out is not None
+    needed, free = format_bytes(_total(files)), format_bytes(free_bytes([file.path for file in files]))
+    into = f" in {len(files)} files" if len(files) > 1 else ""
+    print(f"{NAME}: {needed} to write{into}, {free} free", file=sys.stderr)
+    _print_result(plan, convert(plan, files, out, threads, restart=restart), as_json)
+
+
+def _total(files: Sequence[OutputFile]) -> int:
+    return sum(file.n_bytes for file in files)
 
 
 def _fallback_warnings(plan: Plan) -> Sequence[str]:
@@ -124,10 +164,13 @@ def _print_explanation(plan: Plan, name: str, as_json: bool) -> None:
     print(f"  from {tensor.source} ({tensor.source_type}){', + 1 in float32' if tensor.plus_one else ''}")
 
 
-def _print_plan(plan: Plan, n_bytes: int, target: Path | None, as_json: bool) -> None:
-    free = free_bytes(target) if target else None
+def _print_plan(plan: Plan, files: Sequence[OutputFile], placed: bool, as_json: bool) -> None:
+    """placed: the paths of the files are where they would be written."""
+    n_bytes, free = _total(files), free_bytes([file.path for file in files]) if placed else None
     if as_json:
-        print(json.dumps({**plan.as_json(), "file_bytes": n_bytes, "free_bytes": free}, indent=2))
+        written = [{"name": f.path.name, "bytes": f.n_bytes, "tensors": len(f.tensors)} for f in files]
+        sizes = {"file_bytes": n_bytes, "files": written, "free_bytes": free}
+        print(json.dumps({**plan.as_json(), **sizes}, indent=2))
         return
     rows = [("tensor", "source", "shape (ne)", "type", "bytes", "note")]
     for t in plan.tensors:
@@ -142,23 +185,27 @@ def _print_plan(plan: Plan, n_bytes: int, target: Path | None, as_json: bool) ->
         print("  ".join([*cells, row[5]]).rstrip())
     for name in plan.left_out:
         print(f"left out (vision): {name}")
+    for f in files if len(files) > 1 else ():
+        print(f"file: {f.path.name}: {len(f.tensors)} tensors, {f.n_bytes} bytes")
     by_type = ", ".join(f"{name} {format_bytes(size)}" for name, size in plan.bytes_by_type().items())
     print(f"total: {len(plan.tensors)} tensors, {n_bytes} bytes ({format_bytes(n_bytes)}): {by_type}")
-    if free is not None and target is not None:
+    if free is not None:
         fits = "enough" if free >= n_bytes else "not enough"
-        print(f"disk: {free} bytes free in {target.parent} ({format_bytes(free)}), {fits}")
+        print(f"disk: {free} bytes free in {files[0].path.parent} ({format_bytes(free)}), {fits}")
 
 
 def _print_result(plan: Plan, result: Result, as_json: bool) -> None:
-    rate = result.n_bytes / max(result.seconds, 1e-9)
+    rate = (result.n_bytes - result.resumed) / max(result.seconds, 1e-9)
     if as_json:
         answer: dict[str, Any] = {
-            "file": str(result.path),
+            "file": str(result.paths[0]),
+            "files": [str(path) for path in result.paths],
             "bytes": result.n_bytes,
             "tensors": len(plan.tensors),
             "bytes_by_type": plan.bytes_by_type(),
             "left_out": len(plan.left_out),
             "notes": {t.name: t.note for t in plan.tensors if t.note},
+            "resumed_bytes": result.resumed,
             "seconds": round(result.seconds, 3),
             "mb_per_s": round(rate / 1e6, 1),
         }
@@ -166,8 +213,9 @@ def _print_result(plan: Plan, result: Result, as_json: bool) -> None:
         return
     by_type = ", ".join(f"{name} {format_bytes(size)}" for name, size in plan.bytes_by_type().items())
     left_out = f"; {len(plan.left_out)} vision tensors left out" if plan.left_out else ""
+    more = f" and {len(result.paths) - 1} more" if len(result.paths) > 1 else ""
     print(
-        f"{result.path}: {len(plan.tensors)} tensors, {format_bytes(result.n_bytes)} ({by_type}) in "
+        f"{result.paths[0]}{more}: {len(plan.tensors)} tensors, {format_bytes(result.n_bytes)} ({by_type}) in "
         f"{format_seconds(result.seconds)}, {format_bytes(rate)}/s{left_out}"
     )
 

@@ -43,6 +43,10 @@ E4M3_VALUES: Final = _e4m3_values()  #: float32 [256], by code
 E8M0_VALUES: Final = _e8m0_values()  #: float32 [256], by byte
 
 
+class SourceLostError(InputError):
+    """A shard that was there when the conversion was planned cannot be read any more."""
+
+
 class SourceReader:
     """Reads byte ranges of shards, from any thread. A context manager: it keeps each shard open until it is left."""
 
@@ -64,7 +68,7 @@ class SourceReader:
             os.close(self._files.popitem()[1])
 
     def read(self, tensor: SourceTensor, start: int, out: Bytes) -> None:
-        """Fills `out` with the bytes of a tensor from byte `start` of it. Raises InputError if they are not there.
+        """Fills `out` with the bytes of a tensor from byte `start` of it. Raises SourceLostError if they are not there.
 
         pread into memory of the caller and not a mapping, so that what was read does not count as memory in use; the
         page cache is told to drop it, since nothing is read twice.
@@ -76,13 +80,15 @@ class SourceReader:
             while view:
                 n = os.preadv(file, [view], position)
                 if n == 0:
-                    raise InputError(f"{tensor.shard}: ends at byte {position}, inside {tensor.name}: it has changed")
+                    raise SourceLostError(
+                        f"{tensor.shard}: ends at byte {position}, inside {tensor.name}: it has changed"
+                    )
                 view = view[n:]
                 position += n
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(file, tensor.offset + start, out.size, os.POSIX_FADV_DONTNEED)
         except OSError as error:
-            raise InputError(f"{tensor.shard}: cannot be read: {error.strerror}") from error
+            raise SourceLostError(f"{tensor.shard}: cannot be read: {error.strerror}") from error
 
     def _open(self, path: Path) -> int:
         with self._lock:

@@ -11,7 +11,18 @@ from typing import Final, Self
 import numpy as np
 import numpy.typing as npt
 
-from m3_convert.decode import Bytes, SourceReader, Values, all_finite, decode, read_raw, read_scales, read_values
+from m3_convert.decode import (
+    Bytes,
+    SourceLostError,
+    SourceReader,
+    Values,
+    all_finite,
+    decode,
+    read_raw,
+    read_scales,
+    read_values,
+)
+from m3_convert.imatrix import ImportanceMatrix
 from m3_convert.plan import PlannedTensor
 from m3_convert.precision import INDEXER_ERROR
 from m3_convert.tensor_map import SourceMatrix
@@ -46,11 +57,14 @@ class EncodedMatrix:
 class Encoder:
     """Makes the bytes of planned tensors from their sources. A context manager: it holds open files and threads.
 
-    threads: that read, decode and quantize, 0 takes all cores; the bytes do not depend on it. Memory in use is bounded
+    threads: that read, decode and quantize, 0 takes all cores; the bytes do not depend on it. importance: for types
+    that search; a matrix that it does not know, an expert that its text never reached, is quantized as if all columns
+    were equal. Memory in use is bounded
     by SLAB_ELEMENTS, whatever the size of a tensor.
     """
 
-    def __init__(self, threads: int = 0) -> None:
+    def __init__(self, threads: int = 0, importance: ImportanceMatrix | None = None) -> None:
+        self._importance = importance
         self._threads = min(threads or len(os.sched_getaffinity(0)), MAX_THREADS)
         self._reader = SourceReader()
         self._pool = ThreadPoolExecutor(self._threads)
@@ -65,39 +79,23 @@ class Encoder:
             self._pool.shutdown(cancel_futures=True)
             self._reader.close()
 
-    def slabs(self, tensor: PlannedTensor) -> Iterator[Bytes]:
-        """The bytes of a tensor in file order, uint8 [rows, bytes of a row], a slab of rows at a time.
+    def slabs(self, tensor: PlannedTensor, index: int) -> Iterator[Bytes]:
+        """The bytes of one matrix of a tensor in file order, uint8 [rows, bytes of a row], a slab of rows at a time.
 
-        Raises InputError naming tensor, expert, row and count for: NaN or infinity in the source, FP8 values that BF16
+        index: 0, or the expert of a stacked tensor. Raises SourceLostError for a shard that cannot be read any more,
+        and InputError naming tensor, expert, row and count for: NaN or infinity in the source, FP8 values that BF16
         cannot hold exactly, values that the type cannot hold, index projections that it does not hold well enough, FP8
-        tensors with implausible magnitudes.
+        matrices with implausible magnitudes.
         """
-        for index in range(len(tensor.matrices)):
-            yield from self._matrix_slabs(tensor, index)
-
-    def matrices(self, tensor: PlannedTensor) -> Iterator[EncodedMatrix]:
-        """The matrices of a tensor in file order, each whole in memory: one, or one for each expert.
-
-        Raises InputError as `slabs` does.
-        """
-        for index, matrix in enumerate(tensor.matrices):
-            data = np.empty((matrix.rows, row_bytes(tensor.type, matrix.columns)), np.uint8)
-            row = 0
-            for slab in self._matrix_slabs(tensor, index):
-                data[row : row + len(slab)] = slab
-                row += len(slab)
-            yield EncodedMatrix(index if tensor.stacked else -1, data)
-
-    def _matrix_slabs(self, tensor: PlannedTensor, index: int) -> Iterator[Bytes]:
         matrix = tensor.matrices[index]
+        weights = self._weights(tensor, index)
         step = max(1, SLAB_ELEMENTS // self._threads // matrix.columns)
         work: deque[Future[_Slab]] = deque()
         magnitude = 0.0
         try:
             for first in range(0, matrix.rows, step):
-                rows = _Rows(
-                    tensor.type, matrix, tensor.plus_one, tensor.bounded, first, min(step, matrix.rows - first)
-                )
+                n = min(step, matrix.rows - first)
+                rows = _Rows(tensor.type, matrix, tensor.plus_one, tensor.bounded, first, n, weights)
                 with hold_signals():
                     work.append(self._pool.submit(_encode_rows, self._reader, rows))
                 # One slab more than there are threads, so that they have work while this one is written.
@@ -111,6 +109,8 @@ class Encoder:
                 yield slab.data
         except _RefusedError as refused:
             raise self._explain(tensor, index, refused) from None
+        except SourceLostError as error:
+            raise SourceLostError(f"{_label(tensor, index)}: {error}") from error
         except M3Error as error:
             raise InputError(f"{_label(tensor, index)}: {error}") from error
         mean = magnitude / (matrix.rows * matrix.columns)
@@ -119,6 +119,25 @@ class Encoder:
                 f"{_label(tensor, index)}: mean magnitude {mean:.4g}, expected at most {MAX_MEAN_MAGNITUDE:g} in FP8 "
                 "weights: the scales are not powers of two stored as exponent + 127"
             )
+
+    def _weights(self, tensor: PlannedTensor, index: int) -> Values | None:
+        known = self._importance.for_matrix(tensor.name, index) if self._importance else None
+        if known is None and tensor.type.needs_importance:
+            return np.ones(tensor.matrices[index].columns, np.float32)
+        return known
+
+    def matrices(self, tensor: PlannedTensor) -> Iterator[EncodedMatrix]:
+        """The matrices of a tensor in file order, each whole in memory: one, or one for each expert.
+
+        Raises InputError as `slabs` does.
+        """
+        for index, matrix in enumerate(tensor.matrices):
+            data = np.empty((matrix.rows, row_bytes(tensor.type, matrix.columns)), np.uint8)
+            row = 0
+            for slab in self.slabs(tensor, index):
+                data[row : row + len(slab)] = slab
+                row += len(slab)
+            yield EncodedMatrix(index if tensor.stacked else -1, data)
 
     def _explain(self, tensor: PlannedTensor, index: int, refused: "_RefusedError") -> InputError:
         """Reads the matrix once more from its start, so that the count covers all of it."""
@@ -151,6 +170,7 @@ class _Rows:
     bounded: bool
     first: int
     n: int
+    importance: Values | None  #: float32 [columns]
 
 
 @dataclass(frozen=True)
@@ -214,7 +234,7 @@ def _encode_values(rows: _Rows, values: Values) -> Bytes:
             lambda v: lost(rows.type, v),
             "; F32 holds them, --allow-lossy-indexer takes them as they are",
         )
-    return quantize_rows(rows.type, values, 1)
+    return quantize_rows(rows.type, values, 1, rows.importance)
 
 
 def lost(type_: TensorType, values: Values) -> npt.NDArray[np.bool_]:

@@ -1,33 +1,39 @@
-"""Writing of the file: to OUT.part, checked against the plan, and only then renamed to OUT."""
+"""Writing of the file: to OUT.part, checked against the plan, and only then renamed to OUT.
 
+A conversion that ends before its time leaves OUT.part and OUT.journal, from which the next run goes on (see `journal`).
+"""
+
+import contextlib
 import errno
-import fcntl
 import os
 import shutil
 import stat
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from m3_convert.decode import SourceLostError
 from m3_convert.encode import Encoder
-from m3_convert.gguf_file import file_bytes
-from m3_convert.plan import Plan, aligned
+from m3_convert.gguf_file import OutputFile
+from m3_convert.journal import JOURNAL_SUFFIX, Basis, Journal, basis_of
+from m3_convert.part_file import DamagedError, PartFile, part_path
+from m3_convert.plan import Plan
 from m3_convert.progress import format_bytes, progress
 from m3_runtime.engine import GGUF
 from m3_runtime.errors import InputError, M3Error, MachineError
-
-PART_SUFFIX = ".part"
 
 
 @dataclass(frozen=True)
 class Result:
     """A finished conversion."""
 
-    path: Path
+    paths: Sequence[Path]
     n_bytes: int
     seconds: float
+    resumed: int  #: bytes that an earlier run had written
 
 
 def check_output(plan: Plan, out: Path) -> Path:
@@ -50,140 +56,149 @@ def check_output(plan: Plan, out: Path) -> Path:
     return target
 
 
-def free_bytes(target: Path) -> int:
-    """Bytes free for a file of this name; what a killed run left of it counts, since it will be replaced."""
-    free = shutil.disk_usage(target.parent).free
-    part = _part_path(target)
-    if part.is_file() and not part.is_symlink():
-        free += part.stat().st_blocks * 512
+def free_bytes(targets: Sequence[Path]) -> int:
+    """Bytes free for files of these names; what an earlier run left of them counts, since it is part of them."""
+    free = shutil.disk_usage(targets[0].parent).free
+    for part in map(part_path, targets):
+        if part.is_file() and not part.is_symlink():
+            free += part.stat().st_blocks * 512
     return free
 
 
-def check_disk_space(target: Path, needed: int) -> None:
-    """Raises MachineError with both numbers if a file of `needed` bytes does not fit."""
-    free = free_bytes(target)
+def check_disk_space(files: Sequence[OutputFile]) -> None:
+    """Raises MachineError with both numbers if the files do not fit."""
+    needed, free = sum(file.n_bytes for file in files), free_bytes([file.path for file in files])
     if needed > free:
         raise MachineError(
-            f"{target.parent}: the file needs {needed} bytes ({format_bytes(needed)}), "
+            f"{files[0].path.parent}: the file needs {needed} bytes ({format_bytes(needed)}), "
             f"free are {free} ({format_bytes(free)})"
         )
 
 
-def convert(plan: Plan, header: bytes, out: Path, threads: int = 0) -> Result:
-    """Writes the GGUF file of `plan` with `header` (from `header_bytes`) to `out`.
+def convert(plan: Plan, files: Sequence[OutputFile], out: Path, threads: int = 0, *, restart: bool = False) -> Result:
+    """Writes the files of `plan` (from `output_files`). `out` names the whole, which may be several.
 
-    The file appears under its name when it is whole, flushed to disk and checked, or not at all: whatever goes wrong,
-    an interrupt included, OUT.part is removed. Memory does not grow with the model. Progress goes to stderr.
-    threads: for quantization, 0 takes all cores.
-    Raises InputError for types that need an importance matrix, broken values in the source (see `Encoder.slabs`) and an
-    output that cannot be written;
+    They appear under their names when all are whole, flushed to disk and checked, or not at all. What ends the
+    conversion before that, an interrupt included, leaves part files and OUT.journal, if the next call with the same
+    arguments can go on from them: not for broken values in the source. Memory does not grow with the model. Progress
+    goes to stderr.
+    threads: for quantization, 0 takes all cores. restart: what an earlier call left is given up.
+    Raises InputError for types that need an importance matrix, broken values in the source (see `Encoder.slabs`), an
+    output that cannot be written, and what an earlier call left if it does not belong to this one;
     MachineError if the disk is or gets full.
     """
     start = time.monotonic()
     plan.check_importance()
     target = check_output(plan, out)
-    n_bytes = file_bytes(plan, header)
-    check_disk_space(target, n_bytes)
-    with _part_file(target) as (part, file):
-        with progress(target.name, n_bytes) as advance:
-            _write_all(file, header)
-            advance(len(header))
-            _write_tensors(file, plan, threads, advance)
-        os.fsync(file)
-        _check_written(part, plan, n_bytes, len(header))
-        part.replace(target)
-    _sync_folder(target.parent)
-    return Result(out, n_bytes, time.monotonic() - start)
+    files = [replace(file, path=check_output(plan, file.path)) for file in files]
+    n_bytes = sum(file.n_bytes for file in files)
+    with _journal(target, basis_of(plan, files), restart=restart) as journal:
+        resumed = journal.done
+        with _keeping(journal, files):
+            if resumed < n_bytes:  # else some may have left their part files
+                check_disk_space(files)
+            if resumed:
+                _say(f"{target.name}: goes on after {format_bytes(resumed)} of {format_bytes(n_bytes)}")
+            else:
+                _sync_folder(target.parent)
+            _write(plan, files, journal, target.name, threads)
+            _give_names(files, named=resumed == n_bytes)
+        journal.discard()
+    return Result([file.path for file in files], n_bytes, time.monotonic() - start, resumed)
 
 
-def _part_path(target: Path) -> Path:
-    return target.with_name(target.name + PART_SUFFIX)
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # a stderr that is gone must not hide why the conversion ended
+        print(text, file=sys.stderr, flush=True)
+
+
+def _journal(target: Path, basis: Basis, *, restart: bool) -> Journal:
+    path = target.with_name(target.name + JOURNAL_SUFFIX)
+    try:
+        return Journal(path, basis, restart=restart)
+    except OSError as error:
+        raise _write_error(path, error, kept=False) from error
 
 
 @contextmanager
-def _part_file(target: Path) -> Iterator[tuple[Path, int]]:
-    """An empty OUT.part, open and locked so that two runs cannot share it; removed if the block raises."""
-    part = _part_path(target)
-    file = -1
+def _keeping(journal: Journal, files: Sequence[OutputFile]) -> Iterator[None]:
+    """If the block raises, keeps what the same command can go on from, and removes the rest."""
     try:
-        # Not truncated before it is locked: it may be the work of another process in progress.
-        file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-        _lock(file)
-        # Another process may have finished and renamed it between the opening and the lock.
-        if not part.exists() or part.stat().st_ino != os.fstat(file).st_ino:
-            raise _LockedError
-        os.ftruncate(file, 0)
-        yield part, file
-    except _LockedError as error:
-        raise InputError(f"{part}: another process is writing it") from error
-    except BaseException as error:
-        if file >= 0:
-            part.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise _write_error(part, error) from error
+        yield
+    except DamagedError:
         raise
-    finally:
-        if file >= 0:
-            os.close(file)
+    except BaseException as error:
+        # Broken values stay broken, and a file that does not read back as it was written is of no use.
+        final = isinstance(error, InputError | AssertionError) and not isinstance(error, SourceLostError)
+        part = part_path(files[0].path)
+        kept = journal.done > 0 and not final
+        if kept:
+            of = format_bytes(sum(file.n_bytes for file in files))
+            _say(
+                f"{part}: {format_bytes(journal.done)} of {of} are kept; the same command goes on from there, with "
+                "--restart from the beginning"
+            )
+        else:
+            journal.discard()
+            for file in files:
+                part_path(file.path).unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise _write_error(part, error, kept=kept) from error
+        raise
 
 
-class _LockedError(Exception):
-    """Another process holds the lock of the file."""
-
-
-def _lock(file: int) -> None:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise _LockedError from error
-    except OSError:
-        # Some network file systems have no locks. The lock only guards against two runs with one output.
-        return
-
-
-def _write_error(part: Path, error: OSError) -> M3Error:
+def _write_error(path: Path, error: OSError, *, kept: bool) -> M3Error:
+    nothing = "" if kept else "; nothing was kept"
     # EFBIG: the limit of the file system or of the shell (ulimit -f).
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return MachineError(
-            f"{part}: the disk is full or the file too large for it: {error.strerror}; nothing was kept"
-        )
+        return MachineError(f"{path}: the disk is full or the file too large for it: {error.strerror}{nothing}")
     if error.errno == errno.EIO:
-        return MachineError(f"{part}: the disk failed: {error.strerror}; nothing was kept")
-    return InputError(f"{part}: cannot be written: {error.strerror}")
+        return MachineError(f"{path}: the disk failed: {error.strerror}{nothing}")
+    return InputError(f"{path}: cannot be written: {error.strerror}")
 
 
-def _write_tensors(file: int, plan: Plan, threads: int, advance: Callable[[int], None]) -> None:
-    with Encoder(threads) as encoder:
-        for tensor in plan.tensors:
-            written = 0
-            for slab in encoder.slabs(tensor):
-                _write_all(file, slab.reshape(-1).data)
-                written += slab.size
-                advance(slab.size)
-            if written != tensor.n_bytes:
-                raise AssertionError(f"{tensor.name}: {written} bytes encoded, {tensor.n_bytes} planned")
-            padding = aligned(written) - written
-            _write_all(file, bytes(padding))
-            advance(padding)
+def _write(plan: Plan, files: Sequence[OutputFile], journal: Journal, name: str, threads: int) -> None:
+    n_bytes = sum(file.n_bytes for file in files)
+    encoder = Encoder(threads, plan.importance)
+    with progress(name, n_bytes, start=journal.done) as advance, encoder:
+        begin = 0
+        for file in files:
+            PartFile(file, begin, journal, advance).write(encoder)
+            begin += file.n_bytes
 
 
-def _write_all(file: int, data: bytes | memoryview) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(file, view) :]
+def _give_names(files: Sequence[OutputFile], *, named: bool) -> None:
+    """Checks and renames all files. named: an earlier run was at it, so that some may have their names."""
+    places = [file.path if named and not part_path(file.path).exists() else part_path(file.path) for file in files]
+    for file, place in zip(files, places, strict=True):
+        _check_written(file, place)
+    if len(files) == 1:  # one of several cannot be opened without the others, nor they under these names
+        _check_opens(files[0], places[0])
+    # The first file of several comes last: who sees it sees all.
+    for file, place in reversed(list(zip(files, places, strict=True))):
+        if place != file.path:
+            place.replace(file.path)
+    _sync_folder(files[0].path.parent)
 
 
-def _check_written(part: Path, plan: Plan, n_bytes: int, data_start: int) -> None:
-    """Reads the file back as the engine will see it. A difference is an error of this program or of the disk."""
-    size = part.stat().st_size
-    if size != n_bytes:
-        raise AssertionError(f"{part}: {size} bytes written, {n_bytes} planned")
-    with GGUF(part) as gguf:
+def _check_written(file: OutputFile, place: Path) -> None:
+    """A difference is an error of the disk."""
+    size = place.stat().st_size
+    if size != file.n_bytes:
+        raise AssertionError(f"{place}: {size} bytes written, {file.n_bytes} planned")
+    with place.open("rb") as opened:
+        if opened.read(len(file.header)) != file.header:
+            raise AssertionError(f"{place}: the header read back differs from the one that was written")
+
+
+def _check_opens(file: OutputFile, place: Path) -> None:
+    """Reads the file back as the engine will see it. A difference is an error of this program."""
+    with GGUF(place) as gguf:
         found = [(t.name, int(t.type), tuple(t.ne), t.offset, t.n_bytes) for t in gguf.tensors]
-    planned = [(t.name, int(t.type), t.ne, data_start + t.offset, t.n_bytes) for t in plan.tensors]
+    planned = [(t.name, int(t.type), t.ne, len(file.header) + t.offset, t.n_bytes) for t in file.tensors]
     if found != planned:
         different = next((p for p, f in zip(planned, found, strict=False) if p != f), "number of tensors")
-        raise AssertionError(f"{part}: the file read back differs from the plan at {different}")
+        raise AssertionError(f"{place}: the file read back differs from the plan at {different}")
 
 
 def _sync_folder(folder: Path) -> None:

@@ -5,8 +5,7 @@ up as they do in use. In memory at a time: the hidden states of both models for 
 cache of one layer of one model.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 import numpy as np
 import numpy.typing as npt
@@ -22,37 +21,12 @@ from m3_convert.selection import (
     compare_lists,
     score_rounding,
 )
-from m3_runtime.engine import Hparams, Session, SessionOptions
-from m3_runtime.errors import InputError, M3Error, MachineError, NothingTestedError
+from m3_convert.walker import CHUNK, Advance, MemoryEstimate, Walker, WalkOptions, read_share, session_options
+from m3_runtime.engine import Hparams, Session
+from m3_runtime.errors import InputError, MachineError, NothingTestedError
 
-CHUNK = 512  #: rows evaluated, and compared, together
-
-# Work that reading and converting a layer of a checkpoint counts as, beside 1 for evaluating it. The pages of a mapped
-# file are read while it is evaluated.
-_READ_SHARE = 0.5
-
-Advance = Callable[[float], None]  #: told the work done since its last call, in row-layers
-
-
-@dataclass(frozen=True)
-class WalkOptions:
-    """How both models are evaluated; the defaults are those of m3-run."""
-
-    kv_type: str = "f16"
-    index_type: str = "f32"
-    threads: int = 0  #: 0 takes all cores; the result does not depend on it
-
-
-@dataclass(frozen=True)
-class MemoryEstimate:
-    """Bytes that a walk takes at its peak, on top of what the process holds before it."""
-
-    own: int  #: memory of the process
-    mapped: int  #: pages of a GGUF file, which the kernel can take back
-
-    @property
-    def total(self) -> int:
-        return self.own + self.mapped
+_LISTS = ("blocks",)
+_SCORES = ("blocks", "scores")
 
 
 def selection_rule(hparams: Hparams) -> SelectionRule:
@@ -115,7 +89,7 @@ def estimate_memory(
     own, mapped = 0, 0
     for side in (reference, candidate):
         for layer in range(h.n_layer):
-            session = side.model.memory(**_session_options(layer, n_tokens, options, scores=True)).total
+            session = side.model.memory(**session_options(layer, n_tokens, options, _SCORES)).total
             weights = side.layer_bytes(layer)
             own = max(own, session + (0 if side.mapped else weights))
             mapped = max(mapped, weights if side.mapped else 0)
@@ -133,58 +107,7 @@ def check_memory(estimate: MemoryEstimate, room: int | None) -> None:
 
 def work(reference: LayeredModel, candidate: LayeredModel, n_tokens: int) -> float:
     """All that `walk` reports to `advance`."""
-    return reference.hparams.n_layer * n_tokens * (2 + _read_share(reference) + _read_share(candidate))
-
-
-def _read_share(side: LayeredModel) -> float:
-    return 0.0 if side.mapped else _READ_SHARE
-
-
-class _Walker:
-    """One model on its way through the layers, with the hidden states of all tokens."""
-
-    def __init__(self, side: LayeredModel, ids: npt.NDArray[np.int32], options: WalkOptions, advance: Advance) -> None:
-        self.side = side
-        self.ids = ids
-        self.options = options
-        self.advance = advance
-        self.states = np.empty((len(ids), side.hparams.n_embd), np.float32)
-
-    def layer(self, layer: int, visit: Callable[[int, Session], None], *, scores: bool) -> None:
-        """Takes the states of all tokens through a layer. After each chunk `visit` gets its first row and the session.
-
-        scores: record block scores beside block lists. Errors get the name of the model in front.
-        """
-        n = len(self.ids)
-        per_byte = n * _read_share(self.side) / self.side.layer_bytes(layer)
-        source = self.ids if layer == 0 else self.states
-        options = _session_options(layer, n, self.options, scores=scores)
-        try:
-            with (
-                self.side.bound(layer, lambda n_bytes: self.advance(n_bytes * per_byte)) as model,
-                model.session(**options) as session,
-            ):
-                for first in range(0, n, CHUNK):
-                    rows = source[first : first + CHUNK]
-                    self.states[first : first + CHUNK] = session.forward([(0, rows)], output="hidden")
-                    visit(first, session)
-                    self.advance(len(rows))
-        except M3Error as error:
-            if str(error).startswith(self.side.name):
-                raise
-            raise type(error)(f"{self.side.name}: {error}") from error
-
-
-def _session_options(layer: int, n_tokens: int, options: WalkOptions, *, scores: bool) -> SessionOptions:
-    return SessionOptions(
-        context=n_tokens,
-        kv_type=options.kv_type,
-        index_type=options.index_type,
-        threads=options.threads,
-        chunk=CHUNK,
-        layers=(layer, 1),
-        record=("blocks", "scores") if scores else ("blocks",),
-    )
+    return reference.hparams.n_layer * n_tokens * (2 + read_share(reference) + read_share(candidate))
 
 
 def walk(
@@ -203,12 +126,12 @@ def walk(
     check_choice(h, len(ids))
     rule = selection_rule(h)
     buckets = PositionBuckets.over(rule, len(ids))
-    walkers = [_Walker(side, ids, options, advance) for side in (reference, candidate)]
+    walkers = [Walker(side, ids, options, advance) for side in (reference, candidate)]
     tallies = []
     for layer in range(h.n_layer):
         if layer < h.n_dense_layer:
             for walker in reversed(walkers):
-                walker.layer(layer, lambda _first, _session: None, scores=False)
+                walker.layer(layer, record=_LISTS)
             continue
         q_norm, k_norm = (reference.vector(f"blk.{layer}.indexer.{name}.weight") for name in ("q_norm", "k_norm"))
         tally = LayerTally(layer, h.n_index_head, buckets, score_rounding(q_norm, k_norm))
@@ -217,7 +140,7 @@ def walk(
     return Agreement(rule, buckets, tallies)
 
 
-def _walk_sparse_layer(reference: _Walker, candidate: _Walker, rule: SelectionRule, tally: LayerTally) -> None:
+def _walk_sparse_layer(reference: Walker, candidate: Walker, rule: SelectionRule, tally: LayerTally) -> None:
     """The candidate goes first and only its lists are kept, so that the reference's scores, which are as many as
     queries times blocks, are needed for one chunk at a time."""
     h, layer = reference.side.hparams, tally.layer
@@ -238,5 +161,5 @@ def _walk_sparse_layer(reference: _Walker, candidate: _Walker, rule: SelectionRu
         forced = rule.forced(positions, scores.shape[-1])
         tally.add(positions, compare_lists(ours[tested], theirs, scores, forced, tally.rounding))
 
-    candidate.layer(layer, keep, scores=False)
-    reference.layer(layer, compare, scores=True)
+    candidate.layer(layer, record=_LISTS, visit=keep)
+    reference.layer(layer, record=_SCORES, visit=compare)

@@ -23,6 +23,7 @@ from m3_convert.tensor_map import layer_of
 from m3_convert.vocabulary import load_vocabulary
 from m3_runtime.engine import GGUF, Model, Tensor
 from m3_runtime.errors import InputError
+from m3_runtime.gguf_reader import gguf_files
 from m3_runtime.quantize import type_name
 
 Kind = Literal["gguf", "checkpoint"]
@@ -68,38 +69,42 @@ class Weights(Protocol):
 
 
 class MappedWeights:
-    """Tensors of a GGUF file, mapped read-only; only the pages of bound layers stay in the memory of the process."""
+    """Tensors of GGUF files, mapped read-only; only the pages of bound layers stay in the memory of the process."""
 
     mapped = True
 
-    def __init__(self, path: Path, tensors: Sequence[Tensor]) -> None:
-        self._ranges = {t.name: (t.offset, t.n_bytes) for t in tensors}
-        try:
-            with path.open("rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-        except OSError as error:
-            raise InputError(f"{path}: cannot be mapped: {error.strerror}") from error
-        self.n_bytes = len(self._map)
+    def __init__(self, paths: Sequence[str], tensors: Sequence[Tensor]) -> None:
+        self._ranges = {t.name: (t.file, t.offset, t.n_bytes) for t in tensors}
+        self._maps: list[mmap.mmap] = []
+        for path in paths:
+            try:
+                with Path(path).open("rb") as file:
+                    self._maps.append(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+            except OSError as error:
+                self.close()
+                raise InputError(f"{path}: cannot be mapped: {error.strerror}") from error
+        self.n_bytes = sum(map(len, self._maps))
 
     def parts(self, tensor: str) -> Iterator[Part]:
-        offset, n_bytes = self._ranges[tensor]
+        file, offset, n_bytes = self._ranges[tensor]
         # Page faults read in small pieces; on a cold disk one large request is many times as fast.
         self._advise(tensor, mmap.MADV_WILLNEED)
-        yield -1, memoryview(self._map)[offset : offset + n_bytes]
+        yield -1, memoryview(self._maps[file])[offset : offset + n_bytes]
 
     def release(self, tensors: Sequence[str]) -> None:
         for tensor in tensors:
             self._advise(tensor, mmap.MADV_DONTNEED)
 
     def _advise(self, tensor: str, advice: int) -> None:
-        offset, n_bytes = self._ranges[tensor]
+        file, offset, n_bytes = self._ranges[tensor]
         start = offset // mmap.PAGESIZE * mmap.PAGESIZE
-        self._map.madvise(advice, start, offset + n_bytes - start)
+        self._maps[file].madvise(advice, start, offset + n_bytes - start)
 
     def close(self) -> None:
         # After an error its traceback may still hold views of the mapping, which then goes with them.
-        with suppress(BufferError):
-            self._map.close()
+        for mapped in self._maps:
+            with suppress(BufferError):
+                mapped.close()
 
 
 class CheckpointWeights:
@@ -211,12 +216,13 @@ class LayeredModel:
 
 
 def open_layered(path: Path, *, isa: str = "auto", threads: int = 0) -> LayeredModel:
-    """Opens a GGUF file or a checkpoint folder.
+    """Opens a GGUF file, any one of a split model, the folder of one, or a checkpoint folder.
 
     isa: instruction set of the CPU kernels, see `Model`. threads: for the conversion of a checkpoint's tensors, 0 takes
     all cores. Raises InputError that names what is wrong, as the engine and m3-convert do.
     """
-    if path.is_dir():
+    # Folders of GGUF files come with a config.json at times, checkpoints with a split model beside them.
+    if path.is_dir() and (any(path.glob("*.safetensors")) or not gguf_files(path)):
         return _open_checkpoint(path, isa, threads)
     if not path.exists():
         raise InputError(f"{path}: expected a checkpoint folder or a GGUF file, found nothing")
@@ -224,12 +230,9 @@ def open_layered(path: Path, *, isa: str = "auto", threads: int = 0) -> LayeredM
 
 
 def _open_gguf(path: Path, isa: str) -> LayeredModel:
-    with GGUF(path) as gguf:  # checks counts, offsets and sizes against the file
-        tensors = gguf.tensors
-        header_end = min((t.offset for t in tensors), default=gguf.file_bytes)
-    with path.open("rb") as file:
-        header = file.read(header_end)
-    weights = MappedWeights(path, tensors)
+    with GGUF(path) as gguf:  # checks counts, offsets and sizes against the files
+        tensors, files, header = gguf.tensors, gguf.files, gguf.header()
+    weights = MappedWeights(files, tensors)
     return LayeredModel(str(path), "gguf", Model.from_header(header, str(path), isa=isa), weights)
 
 

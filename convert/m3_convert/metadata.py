@@ -129,6 +129,11 @@ def _add_choice(writer: GGUFWriter, plan: Plan) -> None:
         writer.add_array("m3.rules", [str(rule) for rule in plan.choice.rules])
     if plan.lossy_indexer:
         writer.add_bool("m3.indexer_lossy", True)
+    if (matrix := plan.importance) is not None:  # keys of llama.cpp
+        writer.add_string("quantize.imatrix.file", Path(matrix.name).name)
+        writer.add_string("quantize.imatrix.dataset", ", ".join(matrix.datasets))
+        writer.add_uint32("quantize.imatrix.entries_count", len(matrix.entries))
+        writer.add_uint32("quantize.imatrix.chunks_count", matrix.chunk_count)
 
 
 def _add_vocabulary(writer: GGUFWriter, vocabulary: Vocabulary) -> None:

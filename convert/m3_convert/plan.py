@@ -7,12 +7,14 @@ from math import prod
 from typing import Any
 
 from m3_convert.checkpoint import Checkpoint
+from m3_convert.imatrix import Coverage, ImportanceMatrix
 from m3_convert.norms import check_norms
 from m3_convert.precision import TypeChoice, always_f32, decide, is_index_projection
 from m3_convert.tensor_map import MappedTensor, SourceMatrix, map_tensors
 from m3_runtime.errors import InputError
 from m3_runtime.quantize import TensorType, row_bytes
 
+EXACT_TYPES = (TensorType.F32, TensorType.F16, TensorType.BF16)  #: rounded one by one: importance changes nothing
 ALIGNMENT = 32  #: bytes; the default of GGUF, which needs no key
 
 # general.file_type where no recipe says it: what most of the weights are. GGUF's numbers; where it has several for
@@ -90,6 +92,7 @@ class Plan:
     tensors: tuple[PlannedTensor, ...]
     left_out: tuple[str, ...]  #: source tensors that are not converted (vision part)
     warnings: tuple[str, ...]
+    importance: ImportanceMatrix | None = None  #: fitted to the tensors
 
     @property
     def data_bytes(self) -> int:
@@ -119,9 +122,24 @@ class Plan:
             is_index_projection(t.name) and t.type is not TensorType.F32 for t in self.tensors
         )
 
+    def with_importance(self, matrix: ImportanceMatrix) -> tuple["Plan", Coverage]:
+        """The same plan with a matrix for its quantizers, and what the matrix does not cover.
+
+        Raises InputError if it was made for another model. Token embeddings are looked up, not multiplied: they have
+        no importance.
+        """
+        shapes = {
+            t.name: (len(t.matrices), t.shape[-1])
+            for t in self.tensors
+            if t.type not in EXACT_TYPES and t.name != "token_embd.weight"
+        }
+        fitted, coverage = matrix.fitted(shapes)
+        return replace(self, importance=fitted), coverage
+
     def check_importance(self) -> None:
-        """Raises InputError if a tensor gets a type that cannot be written without an importance matrix."""
-        lacking = [t for t in self.tensors if t.type.needs_importance]
+        """Raises InputError if a tensor gets a type that cannot be written without importance that is not there."""
+        known = self.importance.entries if self.importance else {}
+        lacking = [t for t in self.tensors if t.type.needs_importance and t.name not in known]
         if lacking:
             types = ", ".join(dict.fromkeys(t.type.name for t in lacking))
             raise InputError(

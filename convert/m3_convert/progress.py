@@ -13,8 +13,10 @@ LINE_SECONDS = 3.0
 
 
 @contextmanager
-def progress(name: str, total: int, stream: TextIO | None = None) -> Iterator[Callable[[int], None]]:
+def progress(name: str, total: int, stream: TextIO | None = None, start: int = 0) -> Iterator[Callable[[int], None]]:
     """Yields a function that takes the number of bytes done since its last call. `total` in bytes, `name` of the file.
+
+    start: bytes that an earlier run has done; they count as done, but not for the rate.
 
     Elsewhere than on a terminal: the first line after LINE_SECONDS, then one each LINE_SECONDS, and a last one when the
     block ends without an exception.
@@ -22,10 +24,10 @@ def progress(name: str, total: int, stream: TextIO | None = None) -> Iterator[Ca
     stream = stream or sys.stderr
     if stream.isatty():
         with _bar(stream) as bar:
-            task = bar.add_task(name, total=total)
+            task = bar.add_task(name, total=total, completed=start)
             yield lambda n: bar.advance(task, n)
         return
-    lines = _Lines(name, total, stream)
+    lines = _Lines(name, total, stream, start)
     yield lines.advance
     lines.finish()
 
@@ -63,9 +65,9 @@ def _bar(stream: TextIO) -> Progress:
 
 
 class _Lines:
-    def __init__(self, name: str, total: int, stream: TextIO) -> None:
-        self.name, self.total, self.stream = name, total, stream
-        self.done = 0
+    def __init__(self, name: str, total: int, stream: TextIO, before: int) -> None:
+        self.name, self.total, self.stream, self.before = name, total, stream, before
+        self.done = before
         self.start = self.last = time.monotonic()
 
     def advance(self, n: int) -> None:
@@ -73,7 +75,7 @@ class _Lines:
         now = time.monotonic()
         if now - self.last >= LINE_SECONDS:
             self.last = now
-            left = (self.total - self.done) * (now - self.start) / max(self.done, 1)
+            left = (self.total - self.done) * (now - self.start) / max(self.done - self.before, 1)
             self._print(now, f", {format_seconds(left)} left")
 
     def finish(self) -> None:
@@ -81,7 +83,7 @@ class _Lines:
         self._print(now, f" in {format_seconds(now - self.start)}")
 
     def _print(self, now: float, end: str) -> None:
-        rate = self.done / max(now - self.start, 1e-9)
+        rate = (self.done - self.before) / max(now - self.start, 1e-9)
         share = 100 * self.done // max(self.total, 1)
         text = f"{self.name}: {share}% of {format_bytes(self.total)}, {format_bytes(rate)}/s{end}"
         print(text, file=self.stream, flush=True)

@@ -35,11 +35,11 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.table import Table
 
-from m3_convert.layer_walk import WalkOptions
 from m3_convert.layered_model import Kind
 from m3_convert.progress import format_bytes
 from m3_convert.selection import Agreement, LayerTally
 from m3_convert.text_sample import TextSample
+from m3_convert.walker import WalkOptions
 from m3_runtime.command import one_line
 from m3_runtime.engine import Hparams
 from m3_runtime.errors import ExitCode

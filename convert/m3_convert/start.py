@@ -14,3 +14,8 @@ def m3_convert() -> NoReturn:
 def m3_check_selection() -> NoReturn:
     """m3-check-selection."""
     start("m3-check-selection", lambda: import_module("m3_convert.check_cli").main)
+
+
+def m3_imatrix() -> NoReturn:
+    """m3-imatrix."""
+    start("m3-imatrix", lambda: import_module("m3_convert.imatrix_cli").main)

@@ -37,7 +37,7 @@ extern "C" {
 
 /* [declarations] The part down to [end of declarations] is free of macros and is read by cffi as it stands. */
 
-#define M3_ABI_VERSION 2
+#define M3_ABI_VERSION 3
 
 /* Limits. A file or an option beyond them is refused by name. */
 #define M3_MAX_LAYERS 1024
@@ -54,7 +54,8 @@ extern "C" {
 #define M3_MAX_DIMS 4
 #define M3_MAX_KEYS 65536
 #define M3_MAX_TENSORS 65536
-#define M3_FEW_THREADS 8 /* n_threads may be the number of cores, or this on a machine with fewer */
+#define M3_MAX_FILES 4096 /* that one model is split into */
+#define M3_FEW_THREADS 8  /* n_threads may be the number of cores, or this on a machine with fewer */
 
 typedef enum m3_status {
   M3_OK = 0,
@@ -211,14 +212,18 @@ typedef struct m3_tensor {
   int32_t type;    /* GGUF type number */
   int32_t n_dims;  /* 1 to 4 */
   int64_t ne[4];   /* ne[0] contiguous; unused ones are 1 */
-  uint64_t offset; /* from the start of the file, 0 if the file holds the header only */
+  uint64_t offset; /* from the start of its file, 0 if the file holds the header only */
   uint64_t n_bytes;
   const void *data; /* in the mapped file; NULL if it holds the header only */
+  int32_t file;     /* which of m3_gguf_n_files it lies in, from 0 */
 } m3_tensor;
 
 /* Opens and validates a file: every count, offset and size is checked against the file before it is used.
  * The file is mapped read-only; what the accessors return points into the mapping or the object and is valid
- * until m3_gguf_close. Split files (split.count > 1) are refused by name. */
+ * until m3_gguf_close.
+ * A model may be split into files NAME-00001-of-0000N.gguf (split.no, split.count, split.tensors.count), all in one
+ * folder. `path` is any of them, or the folder if it holds one such model; all are opened. Keys are those of the first.
+ * A missing one is an M3_ERROR_IO that names it; files that do not belong together are M3_ERROR_FORMAT. */
 m3_status m3_gguf_open(const char *path, m3_gguf **out, m3_error *err);
 
 /* Parses a header that the caller holds (metadata and tensor list, no tensor data). The bytes are copied.
@@ -229,6 +234,10 @@ void m3_gguf_close(m3_gguf *gguf); /* NULL is allowed */
 
 int64_t m3_gguf_n_kv(const m3_gguf *gguf);
 int64_t m3_gguf_n_tensors(const m3_gguf *gguf);
+
+/* Files of the model: 1, or split.count. The i-th file's name, NULL if i is out of range; bytes of all together. */
+int64_t m3_gguf_n_files(const m3_gguf *gguf);
+const char *m3_gguf_file_name(const m3_gguf *gguf, int64_t i);
 uint64_t m3_gguf_file_bytes(const m3_gguf *gguf);
 
 /* The i-th key or tensor in file order, NULL if i is out of range. */
@@ -309,9 +318,10 @@ const char *m3_model_isa_name(const m3_model *model);      /* "scalar", "avx2", 
 
 typedef struct m3_session m3_session;
 
-/* What eval records for m3_session_blocks and m3_session_block_scores. */
+/* What eval records for m3_session_blocks, m3_session_block_scores and m3_session_importance. */
 #define M3_RECORD_BLOCKS 1
 #define M3_RECORD_SCORES 2
+#define M3_RECORD_IMPORTANCE 4
 
 /* A page fresh from the pool is filled with NaN, so that a read of a row that no token wrote shows in the
  * result. For tests. */
@@ -339,7 +349,8 @@ typedef struct m3_session_options {
 typedef struct m3_memory {
   uint64_t kv_bytes;
   uint64_t index_bytes;
-  uint64_t scratch_bytes; /* grows with the chunk, not with chunk * context, unless scores are recorded */
+  uint64_t scratch_bytes; /* grows with the chunk, not with chunk * context, unless scores are recorded; sums that
+                           * M3_RECORD_IMPORTANCE asks for are part of it */
 } m3_memory;
 
 /* What m3_session_open would take. */
@@ -405,6 +416,30 @@ m3_status m3_session_blocks(const m3_session *session, int32_t layer, int32_t *d
  * -infinity for blocks that the row cannot see. */
 m3_status m3_session_block_scores(const m3_session *session, int32_t layer, float *dst, int64_t count, m3_error *err);
 int64_t m3_session_n_blocks(const m3_session *session); /* that n_blocks; 0 before the first eval */
+
+/* What a weight matrix was multiplied with, summed over all evals of the session. */
+typedef struct m3_importance {
+  uint32_t struct_size;
+  int64_t n_matrix; /* 1, or the number of experts of a stacked tensor */
+  int64_t n_in;     /* columns of a matrix (ne[0]) */
+  double *sums;     /* [n_matrix, n_in] out: sum of x^2 of each column over the input rows x of the matrix */
+  int64_t *counts;  /* [n_matrix] out: how many rows these were; 0 for an expert that no row was sent to */
+} m3_importance;
+
+/* Importance of a weight of the window, with M3_RECORD_IMPORTANCE. `tensor` names attn_q, attn_k, attn_v, attn_output,
+ * indexer.q_proj, indexer.k_proj, the router, or a gate, up or down matrix of MLP, shared or routed experts in one of
+ * the window's layers, or "output.weight" if the window ends with the last layer. The caller fills in and owns `out`,
+ * whose sizes must be those of the tensor. M3_ERROR_ARGUMENT for another tensor, other sizes, index projections in
+ * dense attention, and a session that does not record it; a backend that cannot is M3_ERROR_UNSUPPORTED at
+ * m3_session_open.
+ *
+ * Counted is every row of every eval that succeeded, whatever its output was (of the head too, which needs
+ * output_norm bound); rewinding takes nothing back; an eval that failed leaves no trace. Squares are exact and added
+ * in double precision in the order of the rows: how rows are cut into evals and chunks, and the number of threads,
+ * change no bit as long as they change no bit of the activations, which they do not; between instruction sets the
+ * sums differ as far as the activations do, by float32 rounding. Sums are finite: an eval that computes NaN or
+ * infinity fails. */
+m3_status m3_session_importance(const m3_session *session, const char *tensor, const m3_importance *out, m3_error *err);
 
 /* Pages in use and in all (a page holds block_size tokens of every layer of the window). */
 void m3_session_pages(const m3_session *session, int64_t *used, int64_t *total);

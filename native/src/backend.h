@@ -52,11 +52,33 @@ typedef struct m3_scratch {
   int32_t n_threads;
 } m3_scratch;
 
+/* What the weight matrices of a layer are multiplied with; several share one. */
+typedef enum m3_input {
+  M3_INPUT_ATTENTION,    /* attn_q, attn_k, attn_v, indexer.q_proj, indexer.k_proj */
+  M3_INPUT_ATTENDED,     /* attn_output */
+  M3_INPUT_FFN,          /* ffn_gate and ffn_up of the MLP or the shared expert, router */
+  M3_INPUT_MLP_DOWN,     /* ffn_down */
+  M3_INPUT_SHARED_DOWN,  /* ffn_down_shexp */
+  M3_INPUT_EXPERTS,      /* ffn_gate_exps, ffn_up_exps, for each expert */
+  M3_INPUT_EXPERTS_DOWN, /* ffn_down_exps, for each expert */
+  M3_INPUT_HEAD,         /* output, counted to the last layer */
+  M3_INPUTS
+} m3_input;
+
+/* Squares of the rows of an input, summed in the order of the rows, on the device. */
+typedef struct m3_input_sums {
+  int64_t n_matrix; /* experts, or 1; 0 for an input that the layer does not have */
+  int64_t width;
+  double *sums; /* [n_matrix, width] */
+  double *rows; /* [n_matrix] number of rows; exact up to 2^53 */
+} m3_input_sums;
+
 /* What every operation gets. */
 typedef struct m3_context {
   const m3_hparams *hparams;
   const struct m3_kernels *kernels; /* CPU only */
   m3_scratch *scratch;
+  const m3_input_sums *inputs; /* [M3_INPUTS] of the layer at work, to which operations add; NULL: they do not */
 } m3_context;
 
 typedef struct m3_embed_params {
@@ -119,6 +141,13 @@ typedef struct m3_head_params {
   float *logits; /* out [n, n_vocab] */
 } m3_head_params;
 
+/* Adds the head's input, norm(hidden), to the sums; false if it is not finite. Uses scratch normed. */
+typedef struct m3_head_input_params {
+  const m3_weight *norm;
+  const float *hidden; /* [n, n_embd] */
+  int32_t n;           /* up to a chunk */
+} m3_head_input_params;
+
 /* Bytes [offset, offset + bytes) of an array of pages. */
 typedef struct m3_page_params {
   void *pages;
@@ -151,6 +180,7 @@ typedef struct m3_backend {
   void (*experts)(const m3_context *c, const m3_ffn_params *p);
   void (*shared)(const m3_context *c, const m3_ffn_params *p);
   void (*head)(const m3_context *c, const m3_head_params *p);
+  bool (*head_input)(const m3_context *c, const m3_head_input_params *p); /* NULL: no operation adds to sums */
   bool (*finite)(const m3_context *c, const float *x, int64_t n);
 } m3_backend;
 

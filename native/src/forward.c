@@ -137,7 +137,7 @@ static void enter(m3_session *s, const m3_context *c, const m3_batch *batch, int
 m3_status m3_forward_chunk(m3_session *s, const m3_batch *batch, int64_t first, int32_t n, m3_error *err) {
   const m3_hparams *h = &s->model->hparams;
   const m3_backend *b = s->model->backend;
-  m3_context c = {h, s->model->kernels, &s->scratch};
+  m3_context c = {h, s->model->kernels, &s->scratch, NULL};
   m3_rows rows = {n, s->row_seq, s->row_pos, s->cache.tables, s->cos, s->sin};
   fill_rope(s, n);
   enter(s, &c, batch, first, n);
@@ -146,12 +146,16 @@ m3_status m3_forward_chunk(m3_session *s, const m3_batch *batch, int64_t first, 
   int32_t end = s->options.layer_first + s->options.layer_count;
   for (int32_t layer = s->options.layer_first; layer < end; layer++) {
     if (atomic_load(&s->cancel)) return m3_fail(err, M3_ERROR_CANCELLED, "the evaluation was cancelled");
+    if (s->inputs) c.inputs = s->inputs + (layer - s->options.layer_first) * M3_INPUTS;
     m3_status status = attention(s, &c, &rows, layer, first, err);
     if (!status) status = feed_forward(s, &c, layer, n, err);
     if (status) return status;
     if (!b->finite(&c, s->hidden, (int64_t)n * h->n_embd)) return not_finite(s, layer, "its output", err);
     atomic_fetch_add(&s->done, n);
   }
+  if (s->inputs && end == h->n_layer &&
+      !b->head_input(&c, &(m3_head_input_params){&s->model->outer[M3_OUTPUT_NORM], s->hidden, n}))
+    return m3_fail(err, M3_ERROR_NOT_FINITE, "the input of the output head is NaN or infinite; output_norm is broken");
   if (batch->output == M3_OUTPUT_HIDDEN) {
     b->download(batch->out + first * h->n_embd, s->hidden, (uint64_t)n * (uint64_t)h->n_embd * sizeof(float));
     return M3_OK;

@@ -37,6 +37,8 @@ struct m3_gguf {
   const m3_tensor **tensors_by_name; /* sorted likewise */
   uint64_t alignment;
   uint64_t data_start;
+  m3_gguf **others; /* the files after this one, if it is the first of several; owned, tensors point into them */
+  int64_t n_others;
 };
 
 /* ---------------------------------------------------------------------------------------------- reading */
@@ -249,9 +251,12 @@ static m3_status index_tensors(m3_gguf *g, m3_error *err) {
   for (uint64_t i = 0; i < g->n_tensors; i++) g->tensors_by_name[i] = &g->tensors[i];
   qsort(g->tensors_by_name, g->n_tensors, sizeof *g->tensors_by_name, by_name);
   for (uint64_t i = 1; i < g->n_tensors; i++) {
-    m3_string name = g->tensors_by_name[i]->name;
-    if (compare_strings(name, g->tensors_by_name[i - 1]->name) == 0)
-      return m3_fail(err, M3_ERROR_FORMAT, "%s: tensor '%.*s' stands twice", g->name, clip(name), name.data);
+    const m3_tensor *a = g->tensors_by_name[i - 1], *b = g->tensors_by_name[i];
+    if (compare_strings(a->name, b->name) != 0) continue;
+    if (a->file == b->file)
+      return m3_fail(err, M3_ERROR_FORMAT, "%s: tensor '%.*s' stands twice", g->name, clip(a->name), a->name.data);
+    return m3_fail(err, M3_ERROR_FORMAT, "%s: tensor '%.*s' stands in %s as well", m3_gguf_file_name(g, a->file),
+                   clip(a->name), a->name.data, m3_gguf_file_name(g, b->file));
   }
   return M3_OK;
 }
@@ -319,15 +324,14 @@ static m3_status place_tensors(m3_gguf *g, uint64_t header_end, m3_error *err) {
   return M3_OK;
 }
 
-/* A file of several parts cannot be run from one of them. */
+/* A header has no neighbors to read the rest from. */
 static m3_status refuse_split(const m3_gguf *g, m3_error *err) {
-  if (!m3_gguf_find_kv(g, "split.count")) return M3_OK;
-  int64_t parts;
-  m3_status status = m3_gguf_i64(g, "split.count", &parts, err);
-  if (status || parts <= 1) return status;
+  if (g->has_data || !m3_gguf_find_kv(g, "split.count")) return M3_OK;
+  int64_t files;
+  m3_status status = m3_gguf_i64(g, "split.count", &files, err);
+  if (status || files <= 1) return status;
   return m3_fail(err, M3_ERROR_MODEL,
-                 "%s: one of %" PRId64 " parts of a split file (split.count); merge the parts into one file", g->name,
-                 parts);
+                 "%s: the header of one of %" PRId64 " files (split.count), expected one of a whole", g->name, files);
 }
 
 static m3_status parse(m3_gguf *g, m3_error *err) {
@@ -417,10 +421,8 @@ static m3_status map_file(m3_gguf *g, m3_error *err) {
   return status;
 }
 
-m3_status m3_gguf_open(const char *path, m3_gguf **out, m3_error *err) {
-  if (!out) return m3_fail(err, M3_ERROR_ARGUMENT, "m3_gguf_open: out is NULL");
+m3_status m3_gguf_open_file(const char *path, m3_gguf **out, m3_error *err) {
   *out = NULL;
-  if (!path) return m3_fail(err, M3_ERROR_ARGUMENT, "m3_gguf_open: path is NULL");
   m3_gguf *g = new_gguf(path);
   if (!g) return m3_fail_memory(err, sizeof *g, "a GGUF reader");
   g->has_data = true;
@@ -432,6 +434,28 @@ m3_status m3_gguf_open(const char *path, m3_gguf **out, m3_error *err) {
   }
   *out = g;
   return M3_OK;
+}
+
+m3_status m3_gguf_join(m3_gguf *g, m3_gguf **others, int64_t n, m3_error *err) {
+  g->others = others;
+  g->n_others = n;
+  uint64_t total = g->n_tensors;
+  for (int64_t i = 0; i < n; i++) total += others[i]->n_tensors; /* each at most M3_MAX_TENSORS, n small */
+  if (total > M3_MAX_TENSORS)
+    return m3_fail(err, M3_ERROR_FORMAT, "%s: %" PRIu64 " tensors in %" PRId64 " files, expected at most %d", g->name,
+                   total, n + 1, M3_MAX_TENSORS);
+  m3_tensor *tensors = realloc(g->tensors, (total + 1) * sizeof *tensors);
+  if (!tensors) return m3_fail_memory(err, (total + 1) * sizeof *tensors, "the tensors of several files");
+  g->tensors = tensors;
+  for (int64_t i = 0; i < n; i++)
+    for (uint64_t t = 0; t < others[i]->n_tensors; t++) {
+      m3_tensor *joined = &g->tensors[g->n_tensors++];
+      *joined = others[i]->tensors[t];
+      joined->file = (int32_t)(i + 1);
+    }
+  free(g->tensors_by_name);
+  g->tensors_by_name = NULL;
+  return index_tensors(g, err);
 }
 
 m3_status m3_gguf_parse_header(const void *bytes, uint64_t n_bytes, const char *name, m3_gguf **out, m3_error *err) {
@@ -459,6 +483,8 @@ m3_status m3_gguf_parse_header(const void *bytes, uint64_t n_bytes, const char *
 
 void m3_gguf_close(m3_gguf *g) {
   if (!g) return;
+  for (int64_t i = 0; i < g->n_others; i++) m3_gguf_close(g->others[i]);
+  free(g->others);
   for (uint64_t i = 0; g->kv && i < g->n_kv; i++) free(g->kv[i].strings);
   free(g->kv);
   free(g->tensors);
@@ -476,7 +502,19 @@ void m3_gguf_close(m3_gguf *g) {
 
 int64_t m3_gguf_n_kv(const m3_gguf *g) { return (int64_t)g->n_kv; }
 int64_t m3_gguf_n_tensors(const m3_gguf *g) { return (int64_t)g->n_tensors; }
-uint64_t m3_gguf_file_bytes(const m3_gguf *g) { return g->size; }
+int64_t m3_gguf_n_files(const m3_gguf *g) { return 1 + g->n_others; }
+
+const char *m3_gguf_file_name(const m3_gguf *g, int64_t i) {
+  if (i < 0 || i > g->n_others) return NULL;
+  return i ? g->others[i - 1]->name : g->name;
+}
+
+uint64_t m3_gguf_file_bytes(const m3_gguf *g) {
+  uint64_t bytes = g->size;
+  for (int64_t i = 0; i < g->n_others; i++) bytes += g->others[i]->size;
+  return bytes;
+}
+
 const char *m3_gguf_name(const m3_gguf *g) { return g->name; }
 bool m3_gguf_has_data(const m3_gguf *g) { return g->has_data; }
 

@@ -7,7 +7,14 @@
 #include "error.h"
 #include "m3.h"
 
-/* Name of the file for messages; valid until close. */
+/* One file by itself, be it one of several or not. */
+m3_status m3_gguf_open_file(const char *path, m3_gguf **out, m3_error *err);
+
+/* Makes the tensors of `others` [n] tensors of the first file `gguf`, which owns array and files from then on, also if
+ * this fails (then only close is left to do). M3_ERROR_FORMAT: a tensor stands twice, or there are too many. */
+m3_status m3_gguf_join(m3_gguf *gguf, m3_gguf **others, int64_t n, m3_error *err);
+
+/* Name of the file for messages, of the first one of several; valid until close. */
 const char *m3_gguf_name(const m3_gguf *gguf);
 
 /* True if the file holds tensor data (m3_gguf_open), false for a header only. */

@@ -417,15 +417,22 @@ void m3_model_close(m3_model *m) {
 
 /* ---------------------------------------------------------------------------------------------- binding */
 
-static m3_weight *find_weight(m3_model *m, const char *name) {
+bool m3_find_role(const m3_model *m, const char *name, int32_t *layer, int32_t *role) {
   const m3_tensor *t = m3_gguf_find_tensor(m->gguf, name);
-  if (!t) return NULL;
-  for (int r = 0; r < M3_OUTER_ROLES; r++)
-    if (m->outer[r].tensor == t) return &m->outer[r];
-  for (int32_t l = 0; l < m->hparams.n_layer; l++)
-    for (int r = 0; r < M3_LAYER_ROLES; r++)
-      if (m->layers[l].w[r].tensor == t) return &m->layers[l].w[r];
-  return NULL;
+  if (!t) return false;
+  for (*layer = -1; *layer < m->hparams.n_layer; ++*layer) {
+    const m3_weight *w = *layer < 0 ? m->outer : m->layers[*layer].w;
+    int32_t n = *layer < 0 ? (int32_t)M3_OUTER_ROLES : (int32_t)M3_LAYER_ROLES;
+    for (*role = 0; *role < n; ++*role)
+      if (w[*role].tensor == t) return true;
+  }
+  return false;
+}
+
+static m3_weight *find_weight(m3_model *m, const char *name) {
+  int32_t layer, role;
+  if (!m3_find_role(m, name, &layer, &role)) return NULL;
+  return layer < 0 ? &m->outer[role] : &m->layers[layer].w[role];
 }
 
 static m3_status check_header_only(const m3_model *m, m3_error *err) {
@@ -498,12 +505,12 @@ static m3_status check_weight(const m3_model *m, const m3_weight *w, m3_error *e
                  name.data);
 }
 
-m3_status m3_check_bound(const m3_model *m, int32_t first, int32_t count, bool logits, m3_error *err) {
+m3_status m3_check_bound(const m3_model *m, int32_t first, int32_t count, m3_end end, m3_error *err) {
   m3_status status = first == 0 ? check_weight(m, &m->outer[M3_TOKEN_EMBD], err) : M3_OK;
   for (int32_t l = first; l < first + count && !status; l++)
     for (int r = 0; r < M3_LAYER_ROLES && !status; r++) status = check_weight(m, &m->layers[l].w[r], err);
-  if (!status && logits) status = check_weight(m, &m->outer[M3_OUTPUT_NORM], err);
-  if (!status && logits) status = check_weight(m, &m->outer[M3_OUTPUT_HEAD], err);
+  if (!status && end >= M3_END_NORM) status = check_weight(m, &m->outer[M3_OUTPUT_NORM], err);
+  if (!status && end >= M3_END_HEAD) status = check_weight(m, &m->outer[M3_OUTPUT_HEAD], err);
   return status;
 }
 

@@ -60,8 +60,14 @@ struct m3_model {
 /* Reads and validates the dimensions. */
 m3_status m3_read_hparams(const m3_gguf *gguf, m3_hparams *out, m3_error *err);
 
+/* Layer (-1 for none) and role (an m3_role or m3_outer_role) of a tensor; false if there is none of that name. */
+bool m3_find_role(const m3_model *model, const char *name, int32_t *layer, int32_t *role);
+
+/* What of the tensors behind the layers an eval needs. */
+typedef enum m3_end { M3_END_NONE, M3_END_NORM, M3_END_HEAD } m3_end;
+
 /* M3_ERROR_UNBOUND with the name of the first tensor without data that layers [first, first + count) need; the
- * embeddings count to layer 0; output norm and head are needed for logits. */
-m3_status m3_check_bound(const m3_model *model, int32_t first, int32_t count, bool logits, m3_error *err);
+ * embeddings count to layer 0; END_NORM needs the output norm too, END_HEAD norm and head. */
+m3_status m3_check_bound(const m3_model *model, int32_t first, int32_t count, m3_end end, m3_error *err);
 
 #endif

@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "importance.h"
 #include "quant/traits.h"
 #include "threads.h"
 
@@ -44,7 +45,10 @@ static m3_status complete_options(const m3_model *m, const m3_session_options *i
   if (!status) status = check_range("attention", o->attention, M3_ATTENTION_SPARSE, M3_ATTENTION_DENSE, err);
   if (!status) status = check_range("layer_first", o->layer_first, 0, m->hparams.n_layer - 1, err);
   if (!status) status = check_range("layer_count", o->layer_count, 1, m->hparams.n_layer - o->layer_first, err);
-  if (!status) status = check_range("record", o->record, 0, M3_RECORD_BLOCKS | M3_RECORD_SCORES, err);
+  if (!status)
+    status = check_range("record", o->record, 0, M3_RECORD_BLOCKS | M3_RECORD_SCORES | M3_RECORD_IMPORTANCE, err);
+  if (!status && o->record & M3_RECORD_IMPORTANCE && !m->backend->head_input)
+    status = m3_fail(err, M3_ERROR_UNSUPPORTED, "backend %s does not record importance; cpu does", m->backend->name);
   if (!status) status = check_range("flags", o->flags, 0, M3_SESSION_POISON, err);
   if (!status) status = check_cache_type(o->kv_type, "kv_type", err);
   if (!status) status = check_cache_type(o->index_type, "index_type", err);
@@ -92,7 +96,8 @@ static int list_buffers(m3_session *s, const m3_model *m, const m3_session_optio
   int64_t logit_rows = rows < M3_LOGIT_ROWS ? rows : M3_LOGIT_ROWS;
   w->n_threads = o->n_threads;
   w->thread_floats = m->backend->thread_floats(h, blocks);
-  bool scores = o->record & M3_RECORD_SCORES;
+  bool scores = o->record & M3_RECORD_SCORES, importance = o->record & M3_RECORD_IMPORTANCE;
+  int64_t sums = importance ? m3_importance_doubles(h, o->layer_first, o->layer_count) : 0;
   const buffer all[] = {
       {(void **)&w->normed, rows * h->n_embd, sizeof(float), false},
       {(void **)&w->q, rows * h->n_head * h->head_dim, sizeof(float), false},
@@ -120,6 +125,9 @@ static int list_buffers(m3_session *s, const m3_model *m, const m3_session_optio
       {(void **)&s->row_seq, rows, sizeof(int32_t), true},
       {(void **)&s->row_pos, rows, sizeof(int64_t), true},
       {(void **)&s->scores, scores ? rows * h->n_index_head * blocks : 0, sizeof(float), false},
+      {(void **)&s->sums, sums, sizeof(double), false},
+      {(void **)&s->sums_before, sums, sizeof(double), false},
+      {(void **)&s->inputs, importance ? (int64_t)o->layer_count * M3_INPUTS : 0, sizeof(m3_input_sums), true},
   };
   int n = (int)(sizeof all / sizeof *all);
   memcpy(list, all, sizeof all);
@@ -175,6 +183,7 @@ m3_status m3_session_open(m3_model *m, const m3_session_options *options, m3_ses
   s->block_scores = calloc((size_t)o.layer_count, sizeof *s->block_scores);
   if (!s->blocks || !s->block_scores) status = m3_fail_memory(err, (uint64_t)o.layer_count * 16, "a session");
   if (!status) status = alloc_buffers(s, err);
+  if (!status && s->inputs) m3_importance_lay_out(&m->hparams, o.layer_first, o.layer_count, s->sums, s->inputs);
   m3_cache_options c = cache_options(m, &o);
   if (!status) status = m3_cache_open(&s->cache, &c, err);
   if (status) {
@@ -252,6 +261,13 @@ static m3_status check_output(const m3_session *s, const m3_batch *b, m3_error *
   return M3_OK;
 }
 
+/* What behind the layers the batch needs. */
+static m3_end end_of(const m3_session *s, const m3_batch *b) {
+  if (b->output != M3_OUTPUT_HIDDEN) return M3_END_HEAD;
+  bool last = s->options.layer_first + s->options.layer_count == s->model->hparams.n_layer;
+  return s->inputs && last ? M3_END_NORM : M3_END_NONE;
+}
+
 static m3_status check_batch(const m3_session *s, const m3_batch *b, m3_error *err) {
   if (!b || b->struct_size != sizeof *b)
     return m3_fail(err, M3_ERROR_ARGUMENT,
@@ -260,10 +276,15 @@ static m3_status check_batch(const m3_session *s, const m3_batch *b, m3_error *e
   m3_status status = check_spans(s, b, err);
   if (!status) status = check_input(s, b, err);
   if (!status) status = check_output(s, b, err);
-  if (!status)
-    status =
-        m3_check_bound(s->model, s->options.layer_first, s->options.layer_count, b->output != M3_OUTPUT_HIDDEN, err);
+  if (!status) status = m3_check_bound(s->model, s->options.layer_first, s->options.layer_count, end_of(s, b), err);
   return status;
+}
+
+/* Copies the sums, so that an eval that fails can leave them as they were. */
+static void copy_sums(m3_session *s, double *dst, const double *src) {
+  if (!s->inputs) return;
+  int64_t n = m3_importance_doubles(&s->model->hparams, s->options.layer_first, s->options.layer_count);
+  s->model->backend->copy(dst, src, (uint64_t)n * sizeof(double));
 }
 
 /* Buffers for what this eval records. */
@@ -312,6 +333,7 @@ m3_status m3_session_eval(m3_session *s, const m3_batch *b, m3_error *err) {
   atomic_store(&s->done, 0);
   atomic_store(&s->total, b->n_tokens * s->options.layer_count);
   status = open_records(s, b, err);
+  copy_sums(s, s->sums_before, s->sums);
   for (int32_t i = 0; i < b->n_spans && !status; i++)
     status = m3_cache_reserve(&s->cache, b->spans[i].seq, b->spans[i].n, err);
   if (!status) status = run_chunks(s, b, err);
@@ -324,6 +346,7 @@ m3_status m3_session_eval(m3_session *s, const m3_batch *b, m3_error *err) {
   }
   if (status) {
     free_records(s);
+    copy_sums(s, s->sums, s->sums_before);
     s->last_rows = 0;
   }
   return status;

@@ -56,7 +56,12 @@ class Thinking(StrEnum):
 )
 @guarded
 def run_command(
-    model: Annotated[Path, typer.Argument(metavar="MODEL.gguf", help="File to run.", show_default=False)],
+    model: Annotated[
+        Path,
+        typer.Argument(
+            metavar="MODEL.gguf", help="File to run; of a split model any file, or the folder.", show_default=False
+        ),
+    ],
     prompt: Annotated[
         str | None, typer.Option("-p", "--prompt", metavar="TEXT", help="Answer this prompt and exit.")
     ] = None,

@@ -38,7 +38,11 @@ _ISAS = {
     "neon": lib.M3_ISA_NEON,
 }
 _ATTENTION = {"sparse": lib.M3_ATTENTION_SPARSE, "dense": lib.M3_ATTENTION_DENSE}
-_RECORD = {"blocks": lib.M3_RECORD_BLOCKS, "scores": lib.M3_RECORD_SCORES}
+_RECORD = {
+    "blocks": lib.M3_RECORD_BLOCKS,
+    "scores": lib.M3_RECORD_SCORES,
+    "importance": lib.M3_RECORD_IMPORTANCE,
+}
 _OUTPUT = {"last": lib.M3_OUTPUT_LAST, "all": lib.M3_OUTPUT_ALL, "hidden": lib.M3_OUTPUT_HIDDEN}
 
 DEVICES = tuple(_DEVICES)
@@ -109,7 +113,7 @@ class SessionOptions(TypedDict, total=False):
     threads: int  #: 0 (default) takes all cores
     chunk: int  #: rows evaluated together, 0 (default) is 512
     layers: tuple[int, int] | None  #: (first, count) of a layer window; None is the whole model
-    record: Sequence[str]  #: any of "blocks", "scores"
+    record: Sequence[str]  #: any of "blocks", "scores", "importance"
     poison: bool  #: fill fresh pages with NaN (for tests)
     page_seed: int  #: take pages in shuffled order (for tests)
 
@@ -146,7 +150,7 @@ def _evaluate(pointer: Any, batch: Any, buffers: object) -> None:
 class Model:
     """Weights of one model, shared by its sessions. Use it as a context manager.
 
-    path: a GGUF file, mapped read-only. device: "auto", "cpu" or "cuda". isa: instruction set of the CPU kernels.
+    path: as for `GGUF`, mapped read-only. device: "auto", "cpu" or "cuda". isa: instruction set of the CPU kernels.
     InputError names what is wrong with the file or that the device is not there.
     """
 
@@ -455,6 +459,27 @@ class Session:
         target = ffi.from_buffer("float[]", out, require_writable=True)
         call(lib.m3_session_block_scores, self._open_pointer(), layer, target, out.size)
         return out
+
+    def importance(self, tensor: str) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+        """What a weight matrix was multiplied with in all evaluations of the session, after record=("importance",).
+
+        Returns the sums of squares of the input columns, float64 [n_matrix, n_in], and the numbers of input rows, int64
+        [n_matrix]; n_matrix is 1, or the number of experts of a stacked tensor. Neither depends on how rows were cut
+        into evaluations. InputError for a tensor that is no such matrix or not in the layer window.
+        """
+        pointer = self._open_pointer()
+        ne = next((t.ne for t in self._model.gguf.tensors if t.name == tensor), (0,))
+        sums = np.empty((ne[2] if len(ne) > 2 else 1, ne[0]), np.float64)
+        counts = np.empty(len(sums), np.int64)
+        held = (
+            ffi.from_buffer("double[]", sums, require_writable=True),
+            ffi.from_buffer("int64_t[]", counts, require_writable=True),
+        )
+        out = ffi.new("m3_importance *")
+        out.struct_size, (out.n_matrix, out.n_in) = size_of("m3_importance"), sums.shape
+        out.sums, out.counts = held
+        call(lib.m3_session_importance, pointer, tensor.encode(), out)
+        return sums, counts
 
     def close(self) -> None:
         """Cancels what still runs and frees the cache. A second call does nothing."""

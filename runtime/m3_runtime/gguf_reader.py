@@ -1,8 +1,11 @@
 """GGUF files through the engine's reader, which is written for untrusted input."""
 
 import os
+import re
+import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias
 
@@ -27,16 +30,37 @@ _NUMPY = {
     lib.M3_KV_F64: "<f8",
 }
 
+_SPLIT_NAME = re.compile(r"(.+)-[0-9]{5}(-of-[0-9]{5}\.gguf)", re.DOTALL)
+
+
+def gguf_files(path: Path) -> list[Path]:
+    """The files that opening `path` would open, by their names alone.
+
+    `path` itself, unless it is one of a split model (NAME-00001-of-0000N.gguf): then all of them that are there. Of a
+    folder: all files in it with such names, which may be none.
+    """
+    own = _SPLIT_NAME.fullmatch(path.name)
+    if path.is_dir():
+        return sorted(file for file in path.iterdir() if _SPLIT_NAME.fullmatch(file.name))
+    if own is None or not path.parent.is_dir():
+        return [path]
+    named = ((file, _SPLIT_NAME.fullmatch(file.name)) for file in path.parent.iterdir())
+    return sorted(file for file, found in named if found and found.groups() == own.groups()) or [path]
+
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of a file. ne: dimensions, contiguous one first. offset: bytes from the start of the file."""
+    """A tensor of a file. ne: dimensions, contiguous one first. offset: bytes from the start of its file.
+
+    file: which of `GGUF.files` it lies in.
+    """
 
     name: str
     type: int
     ne: tuple[int, ...]
     offset: int
     n_bytes: int
+    file: int = 0
 
 
 def _decode(string: Any, what: str) -> str:
@@ -44,6 +68,14 @@ def _decode(string: Any, what: str) -> str:
         return bytes(ffi.buffer(string.data, string.size)).decode("utf-8")
     except UnicodeDecodeError:
         raise InputError(f"{what} is not valid UTF-8") from None
+
+
+def _bytes(string: Any) -> bytes:
+    return bytes(ffi.buffer(string.data, string.size))
+
+
+def _packed(string: bytes) -> bytes:
+    return struct.pack("<Q", len(string)) + string
 
 
 class Metadata(Mapping[str, Value]):
@@ -84,7 +116,8 @@ class Metadata(Mapping[str, Value]):
 class GGUF:
     """An open file: `metadata`, `tensors` in file order, `tensor_data`. Use it as a context manager.
 
-    InputError names what is wrong with the file.
+    path: the file, any one of a model that is split into several, or their folder. `files` are all of them, and
+    `file_bytes` is the size of all. InputError names what is wrong with the file.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -106,12 +139,14 @@ class GGUF:
     def _fill(self, pointer: Any, name: str, *, owned: bool) -> None:
         self._pointer, self._owned, self.name = pointer, owned, name
         self.file_bytes = int(lib.m3_gguf_file_bytes(pointer))
+        count = lib.m3_gguf_n_files(pointer)
+        self.files = [os.fsdecode(ffi.string(lib.m3_gguf_file_name(pointer, i))) for i in range(count)]
         self.metadata = Metadata(pointer, name)
         self.tensors = [self._tensor(lib.m3_gguf_tensor(pointer, i)) for i in range(lib.m3_gguf_n_tensors(pointer))]
 
     def _tensor(self, t: Any) -> Tensor:
         name = _decode(t.name, f"{self.name}: a tensor name")
-        return Tensor(name, t.type, tuple(t.ne[0 : t.n_dims]), t.offset, t.n_bytes)
+        return Tensor(name, t.type, tuple(t.ne[0 : t.n_dims]), t.offset, t.n_bytes, t.file)
 
     def tensor_data(self, name: str) -> memoryview:
         """Bytes of a tensor in the mapped file, read-only, valid until close; InputError if there is none."""
@@ -121,6 +156,30 @@ class GGUF:
         if t == ffi.NULL or t.data == ffi.NULL:
             raise InputError(f"{self.name}: there is no data of a tensor '{name}'")
         return memoryview(ffi.buffer(ffi.cast("char *", t.data), t.n_bytes)).toreadonly()
+
+    def header(self) -> bytes:
+        """The header that one file with all keys and tensors would have, for `Model.from_header`.
+
+        The keys that mark a file as one of several are left out.
+        """
+        keys = [lib.m3_gguf_kv(self._pointer, i) for i in range(lib.m3_gguf_n_kv(self._pointer))]
+        keys = [kv for kv in keys if not _bytes(kv.key).startswith(b"split.")]
+        alignment = int(self.metadata.get("general.alignment", 32))  # type: ignore[arg-type]
+        out = bytearray(b"GGUF" + struct.pack("<IQQ", 3, len(self.tensors), len(keys)))
+        for kv in keys:
+            out += _packed(_bytes(kv.key)) + struct.pack("<I", kv.type)
+            if kv.type == lib.M3_KV_ARRAY:
+                out += struct.pack("<IQ", kv.element_type, kv.n)
+            if kv.element_type == lib.M3_KV_STRING:
+                for i in range(kv.n):
+                    out += _packed(_bytes(kv.strings[i]))
+            elif kv.n:
+                out += ffi.buffer(kv.data, kv.n * np.dtype(_NUMPY[kv.element_type]).itemsize)
+        offset = 0
+        for t in self.tensors:
+            out += _packed(t.name.encode()) + struct.pack(f"<I{len(t.ne)}QIQ", len(t.ne), *t.ne, t.type, offset)
+            offset += -(-t.n_bytes // alignment) * alignment
+        return bytes(out) + bytes(-len(out) % alignment)
 
     def close(self) -> None:
         """Unmaps the file. Memory views of it must not be used any more."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from m3_runtime.errors import MachineError
+from m3_runtime.gguf_reader import gguf_files
 
 DEFAULT_CONTEXT = 32768  #: tokens, where nobody asks for another and there is room
 DEFAULT_ANSWER = 4096  #: tokens that are kept free for the answer to a given prompt
@@ -73,11 +74,15 @@ def session_room() -> int | None:
 
 
 def check_file_maps(path: Path) -> None:
-    """Raises MachineError if the limit on address space is below the size of a file that is to be mapped."""
+    """Raises MachineError if the limit on address space is below the size of the files that are to be mapped.
+
+    path: as for `GGUF`.
+    """
     left = address_space_left()
-    if left is None or not path.is_file():  # what cannot be opened is named by the one who opens it
+    if left is None:
         return
-    size = path.stat().st_size
+    # What cannot be opened is named by the one who opens it.
+    size = sum(file.stat().st_size for file in gguf_files(path) if file.is_file())
     if size > left:
         raise MachineError(f"{path}: {gigabytes(size)} to map, the limit on address space leaves {gigabytes(left)}")
 

@@ -16,6 +16,7 @@ from m3_runtime.command import one_line
 from m3_runtime.engine import Memory, Model, SessionOptions
 from m3_runtime.errors import ContextError, ExitCode, InputError
 from m3_runtime.generate import Answer, FinishReason, Generator, Prompt
+from m3_runtime.gguf_reader import gguf_files
 from m3_runtime.native import version
 from m3_runtime.quantize import type_name
 from m3_runtime.reply import opens_thinking
@@ -56,7 +57,7 @@ class RunOptions:
 def run_model(options: RunOptions) -> ExitCode:
     """Opens the model and does what the options ask for: the command without its command line."""
     start = time.perf_counter()
-    if options.model.is_dir():
+    if options.model.is_dir() and not gguf_files(options.model):
         raise InputError(
             f"{options.model}: is a folder; m3-run reads a GGUF file, which m3-convert makes of a checkpoint"
         )

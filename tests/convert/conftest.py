@@ -16,6 +16,8 @@ from m3_convert.check_cli import NAME as CHECK
 from m3_convert.check_cli import app as check_app
 from m3_convert.cli import NAME as CONVERT
 from m3_convert.cli import app as convert_app
+from m3_convert.imatrix_cli import NAME as IMATRIX
+from m3_convert.imatrix_cli import app as imatrix_app
 from m3_runtime.command import run
 from make_checkpoint import CheckpointSpec, make_checkpoint
 
@@ -132,3 +134,9 @@ def m3_convert(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
 def m3_check_selection(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
     """m3_check_selection(reference, candidate, "--json") -> Outcome."""
     return runner(check_app, CHECK, capsys)
+
+
+@pytest.fixture
+def m3_imatrix(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
+    """m3_imatrix(source, out, "--text", text) -> Outcome."""
+    return runner(imatrix_app, IMATRIX, capsys)

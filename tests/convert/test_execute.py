@@ -18,7 +18,7 @@ import gguf
 import pytest
 
 from checkpoint_tensors import Tensor
-from m3_convert import execute
+from m3_convert import execute, part_file
 from m3_convert.config import parse_config
 from m3_convert.tensor_map import tensor_specs
 from make_checkpoint import make_config, make_tokenizer
@@ -28,9 +28,9 @@ NAN_NORM = "language_model.model.norm.weight"  # the last tensor of the file
 # m3-convert with a pause before each write, so that a signal meets it in the middle.
 SLOW = """
 import sys, time
-from m3_convert import cli, execute
-write = execute._write_all
-execute._write_all = lambda file, data: (time.sleep(0.05), write(file, data))
+from m3_convert import cli, part_file
+write = part_file.write_all
+part_file.write_all = lambda file, data: (time.sleep(0.05), write(file, data))
 cli.main()
 """
 
@@ -134,7 +134,14 @@ def test_the_order_of_fsync_and_rename(make_folder, m3_convert, tmp_path, monkey
     monkeypatch.setattr(os, "fsync", record_fsync)
     monkeypatch.setattr(Path, "replace", record_replace)
     assert m3_convert(make_folder(), tmp_path / "out.gguf").code == 0
-    assert events == ["fsync out.gguf.part", "rename out.gguf.part out.gguf", f"fsync {tmp_path.name}"]
+    assert events == [
+        "fsync out.gguf.journal",
+        f"fsync {tmp_path.name}",
+        "fsync out.gguf.part",
+        "fsync out.gguf.journal",  # says that the part is whole
+        "rename out.gguf.part out.gguf",
+        f"fsync {tmp_path.name}",
+    ]
 
 
 @pytest.mark.parametrize("name", ["missing/out.gguf", "source", "source/config.json", "shard", "pipe"])
@@ -159,30 +166,31 @@ def test_a_folder_without_permission(make_folder, m3_convert, tmp_path, monkeypa
     open_ = os.open
 
     def denied(path: object, *arguments: Any, **options: Any) -> int:
-        if str(path).endswith(".part"):  # permissions of a real folder would not stop root
+        if str(path).endswith((".part", ".journal")):  # permissions of a real folder would not stop root
             raise PermissionError(errno.EACCES, "Permission denied")
         return open_(path, *arguments, **options)
 
     folder = make_folder()
     monkeypatch.setattr(os, "open", denied)
     outcome = m3_convert(folder, tmp_path / "out.gguf")
-    assert outcome.code == 2 and "out.gguf.part: cannot be written: Permission denied" in outcome.error
+    assert outcome.code == 2 and "out.gguf.journal: cannot be written: Permission denied" in outcome.error
 
 
 def test_two_runs_with_one_output(make_folder, m3_convert, tmp_path) -> None:
     folder = make_folder()
-    with (tmp_path / "out.gguf.part").open("wb") as other:
-        other.write(b"work in progress")
-        other.flush()
+    (tmp_path / "out.gguf.part").write_bytes(b"work in progress")
+    with (tmp_path / "out.gguf.journal").open("wb") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        outcome = m3_convert(folder, tmp_path / "out.gguf")
-        assert outcome.code == 2 and "another process is writing it" in outcome.error
-        assert (tmp_path / "out.gguf.part").read_bytes() == b"work in progress"
+        for restart in ([], ["--restart"]):
+            outcome = m3_convert(folder, tmp_path / "out.gguf", *restart)
+            assert outcome.code == 2 and "another process is writing it" in outcome.error
+            assert (tmp_path / "out.gguf.part").read_bytes() == b"work in progress"
 
 
-def test_a_link_in_place_of_the_part_file(make_folder, m3_convert, tmp_path) -> None:
+@pytest.mark.parametrize("name", ["out.gguf.part", "out.gguf.journal"])
+def test_a_link_in_place_of_the_part_file(make_folder, m3_convert, tmp_path, name: str) -> None:
     (tmp_path / "victim").write_bytes(b"keep")
-    (tmp_path / "out.gguf.part").symlink_to(tmp_path / "victim")
+    (tmp_path / name).symlink_to(tmp_path / "victim")
     assert m3_convert(make_folder(), tmp_path / "out.gguf").code == 2
     assert (tmp_path / "victim").read_bytes() == b"keep"
 
@@ -195,7 +203,7 @@ def test_disk_space_is_checked_before_the_first_byte(make_folder, m3_convert, tm
     needed = m3_convert(folder, "--dry-run", "--json").json["file_bytes"]
     usage = execute.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(execute.shutil, "disk_usage", lambda _: usage._replace(free=needed - 1))
-    monkeypatch.setattr(execute, "_write_all", lambda *_: pytest.fail("wrote before the check"))
+    monkeypatch.setattr(part_file, "write_all", lambda *_: pytest.fail("wrote before the check"))
     outcome = m3_convert(folder, tmp_path / "out.gguf")
     assert outcome.code == 4
     assert f"the file needs {needed} bytes" in outcome.error and f"free are {needed - 1} " in outcome.error
@@ -223,7 +231,7 @@ def test_the_leftover_of_a_killed_run_counts_as_free(make_folder, m3_convert, tm
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 def test_a_disk_that_fills_up_on_the_way(make_folder, m3_convert, tmp_path, monkeypatch, number: int) -> None:
-    write, count = execute._write_all, [0]
+    write, count = part_file.write_all, [0]
 
     def fail(file: int, data: bytes | memoryview) -> None:
         count[0] += 1
@@ -232,7 +240,7 @@ def test_a_disk_that_fills_up_on_the_way(make_folder, m3_convert, tmp_path, monk
         write(file, data)
 
     folder = make_folder()
-    monkeypatch.setattr(execute, "_write_all", fail)
+    monkeypatch.setattr(part_file, "write_all", fail)
     outcome = m3_convert(folder, tmp_path / "out.gguf")
     assert outcome.code == 4 and os.strerror(number) in outcome.error and "nothing was kept" in outcome.error
     assert files(tmp_path) == set()
@@ -273,7 +281,7 @@ def test_killed_at_half_and_run_again(make_folder, m3_convert, tmp_path) -> None
     wait_until_half(process, tmp_path / "out.gguf.part", 200_000)
     process.kill()
     process.communicate(timeout=60)
-    assert files(tmp_path) == {"out.gguf.part"}
+    assert files(tmp_path) == {"out.gguf.part", "out.gguf.journal"}
     assert m3_convert(folder, out).code == 0
     assert m3_convert(folder, tmp_path / "again.gguf").code == 0
     assert out.read_bytes() == (tmp_path / "again.gguf").read_bytes()
@@ -289,6 +297,9 @@ def test_the_file_is_compared_with_the_plan(make_folder, m3_convert, tmp_path, m
     fsync = os.fsync
 
     def damage(file: int) -> None:
+        if not Path(f"/proc/self/fd/{file}").readlink().name.endswith(".part"):
+            fsync(file)
+            return
         size = os.fstat(file).st_size
         if change == "shorter":
             os.ftruncate(file, size - 1)

@@ -362,7 +362,7 @@ def test_types_that_need_importance_are_refused_in_the_plan(
 def test_writing_such_a_plan_is_refused_before_anything_is_written(make_folder, small, tmp_path) -> None:
     plan = plan_conversion(load_checkpoint(make_folder(replace(small, hidden=256))), choose("iq1_s"))
     with pytest.raises(InputError, match="IQ1_S need an importance matrix"):
-        convert(plan, b"", tmp_path / "out.gguf")
+        convert(plan, [], tmp_path / "out.gguf")
     assert not list(tmp_path.glob("out.gguf*"))
 
 

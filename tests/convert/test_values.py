@@ -172,7 +172,7 @@ def test_matrices_are_the_slabs_put_together(make_folder, monkeypatch) -> None:
     plan = plan_conversion(load_checkpoint(make_folder()), TypeChoice(TensorType.Q8_0))
     with Encoder(2) as encoder:
         for tensor in plan.tensors:
-            slabs = list(encoder.slabs(tensor))
+            slabs = [slab for index in range(len(tensor.matrices)) for slab in encoder.slabs(tensor, index)]
             matrices = list(encoder.matrices(tensor))
             assert [m.expert for m in matrices] == (list(range(4)) if tensor.stacked else [-1])
             assert b"".join(s.tobytes() for s in slabs) == b"".join(m.data.tobytes() for m in matrices)

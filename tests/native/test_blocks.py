@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from m3_runtime import Model
-from m3_runtime.errors import InputError, MachineError
+from m3_runtime.errors import InputError
 from m3_runtime.quantize import TensorType, dequantize_rows, quantize_rows, row_bytes
 from make_checkpoint import CheckpointSpec, make_checkpoint
 from native.blocks import QUANTIZED, block_bytes, n_scales, oracle_dequantize, random_blocks, set_scales
-from native.test_quant import WRITTEN, assert_same_floats
+from native.test_quant import assert_same_floats
 from tiny_model import convert
 
 every_quantized_type = pytest.mark.parametrize("type_", QUANTIZED, ids=lambda t: t.name)
@@ -128,13 +128,6 @@ def test_data_at_an_odd_address_is_refused_or_read(type_):
     else:
         with pytest.raises(InputError, match="aligned"):
             dequantize_rows(type_, moved, type_.block_size)
-
-
-@pytest.mark.parametrize("type_", [t for t in QUANTIZED if t not in WRITTEN], ids=lambda t: t.name)
-def test_types_that_can_only_be_read_say_so(type_):
-    rows = np.ones((1, type_.block_size), np.float32)
-    with pytest.raises(MachineError, match=f"{type_.name} can be read but not written"):
-        quantize_rows(type_, rows, importance=rows[0])
 
 
 # ---------------------------------------------------------------------------------------------- a whole model

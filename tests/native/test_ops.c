@@ -60,7 +60,7 @@ typedef struct engine {
   int32_t threads;
 } engine;
 
-static m3_context context_of(const engine *e, world *w) { return (m3_context){&w->h, e->kernels, &w->scratch}; }
+static m3_context context_of(const engine *e, world *w) { return (m3_context){&w->h, e->kernels, &w->scratch, NULL}; }
 
 /* ---------------------------------------------------------------------------------------------- definitions */
 

@@ -13,7 +13,28 @@ from m3_runtime.quantize import TensorType, dequantize_rows, quantize_rows
 BLOCK = 32
 ROUNDED = (TensorType.Q4_0, TensorType.Q4_1, TensorType.Q5_0, TensorType.Q5_1, TensorType.Q8_0)
 TYPES = (TensorType.F32, TensorType.F16, TensorType.BF16, *ROUNDED)
-WRITTEN = TYPES
+CODEBOOK = (
+    TensorType.IQ3_XXS,
+    TensorType.IQ3_S,
+    TensorType.IQ2_XXS,
+    TensorType.IQ2_XS,
+    TensorType.IQ2_S,
+    TensorType.IQ1_S,
+    TensorType.IQ1_M,
+)
+#: Searched whether there is importance or not, and with it only: test_encode.py has their tests.
+SEARCHED = (
+    TensorType.Q2_K,
+    TensorType.Q3_K,
+    TensorType.Q4_K,
+    TensorType.Q5_K,
+    TensorType.Q6_K,
+    TensorType.IQ4_NL,
+    TensorType.IQ4_XS,
+    TensorType.MXFP4,
+)
+SEARCHED_WITH_IMPORTANCE = (TensorType.Q4_0, TensorType.Q4_1, TensorType.Q5_0, TensorType.Q5_1)
+WRITTEN = (*TYPES, *SEARCHED, *CODEBOOK)
 
 
 def oracle_quantize(type_, rows):
@@ -226,7 +247,8 @@ def test_importance_changes_nothing_where_there_is_only_rounding():
     rows = np.random.default_rng(9).standard_normal((4, 2 * BLOCK), dtype=np.float32)
     importance = np.arange(2 * BLOCK, dtype=np.float32)
     for type_ in TYPES:
-        assert np.array_equal(quantize_rows(type_, rows, importance=importance), quantize_rows(type_, rows))
+        same = np.array_equal(quantize_rows(type_, rows, importance=importance), quantize_rows(type_, rows))
+        assert same == (type_ not in SEARCHED_WITH_IMPORTANCE)
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,7 @@ void m3_cpu_prepare(const m3_context *c, const m3_prepare_params *p) {
   for (int32_t r = 0; r < n; r++)
     m3_rms_norm(c, p->hidden + (int64_t)r * h->n_embd, m3_vector(&w[M3_ATTN_NORM]), h->n_embd,
                 s->normed + (int64_t)r * h->n_embd);
+  m3_sum_squares(c, M3_INPUT_ATTENTION, 0, s->normed, n);
   project(c, &w[M3_ATTN_Q], n, s->q);
   project(c, &w[M3_ATTN_K], n, s->k);
   project(c, &w[M3_ATTN_V], n, s->v);
@@ -181,6 +182,7 @@ void m3_cpu_attend(const m3_context *c, const m3_attend_params *p) {
 }
 
 void m3_cpu_output(const m3_context *c, const m3_output_params *p) {
+  m3_sum_squares(c, M3_INPUT_ATTENDED, 0, p->x, p->n);
   m3_matmul(c, &(m3_matmul_params){
                    .weight = p->weight, .x = p->x, .n = p->n, .y = p->hidden, .ldy = c->hparams->n_embd, .add = true});
 }

@@ -47,5 +47,6 @@ const m3_backend m3_cpu_backend = {
     .experts = m3_cpu_experts,
     .shared = m3_cpu_shared,
     .head = m3_cpu_head,
+    .head_input = m3_cpu_head_input,
     .finite = m3_cpu_finite,
 };

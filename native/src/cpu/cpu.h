@@ -37,6 +37,10 @@ void m3_matmul(const m3_context *c, const m3_matmul_params *p);
 /* out[i] = x[i] / sqrt(mean(x^2) + eps) * weight[i] for one row of n; out may be x. */
 void m3_rms_norm(const m3_context *c, const float *x, const float *weight, int64_t n, float *out);
 
+/* Adds the squares of n rows x [n, width of the input] to the sums of matrix `matrix`, if sums are kept. A column is
+ * added up by one thread in the order of the rows, so that the result does not depend on how many threads there are. */
+void m3_sum_squares(const m3_context *c, m3_input input, int32_t matrix, const float *x, int64_t n);
+
 /* A norm or router weight, which is F32 by the loader's check. */
 const float *m3_vector(const m3_weight *w);
 
@@ -50,6 +54,7 @@ bool m3_cpu_router(const m3_context *c, const m3_ffn_params *p);
 void m3_cpu_experts(const m3_context *c, const m3_ffn_params *p);
 void m3_cpu_shared(const m3_context *c, const m3_ffn_params *p);
 void m3_cpu_head(const m3_context *c, const m3_head_params *p);
+bool m3_cpu_head_input(const m3_context *c, const m3_head_input_params *p);
 bool m3_cpu_finite(const m3_context *c, const float *x, int64_t n);
 
 #endif

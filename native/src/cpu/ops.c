@@ -49,6 +49,7 @@ typedef struct gated {
   float *gate, *up;
   float *y;
   bool add;
+  m3_input input; /* of w_down */
 } gated;
 
 static void gated_mlp(const m3_context *c, const gated *m) {
@@ -57,6 +58,7 @@ static void gated_mlp(const m3_context *c, const gated *m) {
   m3_matmul(c, &(m3_matmul_params){m->w_up, m->expert, m->x, m->n, m->up, width, false});
 #pragma omp parallel for num_threads(m3_threads_for(c, 16 * m->n * width)) schedule(static)
   for (int32_t r = 0; r < m->n; r++) swiglu(c->hparams, m->gate + r * width, m->up + r * width, width);
+  m3_sum_squares(c, m->input, m->expert, m->gate, m->n);
   m3_matmul(c, &(m3_matmul_params){m->w_down, m->expert, m->gate, m->n, m->y, n_embd, m->add});
 }
 
@@ -64,15 +66,16 @@ void m3_cpu_mlp(const m3_context *c, const m3_ffn_params *p) {
   const m3_weight *w = p->layer->w;
   m3_scratch *s = c->scratch;
   norm_rows(c, p);
+  m3_sum_squares(c, M3_INPUT_FFN, 0, s->normed, p->n);
   gated_mlp(c, &(gated){&w[M3_FFN_GATE], &w[M3_FFN_UP], &w[M3_FFN_DOWN], 0, s->normed, p->n, s->gate, s->up, p->hidden,
-                        true});
+                        true, M3_INPUT_MLP_DOWN});
 }
 
 void m3_cpu_shared(const m3_context *c, const m3_ffn_params *p) {
   const m3_weight *w = p->layer->w;
   m3_scratch *s = c->scratch;
   gated_mlp(c, &(gated){&w[M3_GATE_SHEXP], &w[M3_UP_SHEXP], &w[M3_DOWN_SHEXP], 0, s->normed, p->n, s->gate, s->up,
-                        p->hidden, true});
+                        p->hidden, true, M3_INPUT_SHARED_DOWN});
 }
 
 /* The chosen experts of one row: sigmoid of the logits plus bias ranks them (ties to the lower id), their unbiased
@@ -111,6 +114,7 @@ static bool route_row(const m3_context *c, const m3_ffn_params *p, int32_t row, 
 bool m3_cpu_router(const m3_context *c, const m3_ffn_params *p) {
   m3_scratch *s = c->scratch;
   norm_rows(c, p);
+  m3_sum_squares(c, M3_INPUT_FFN, 0, s->normed, p->n);
   bool finite = true;
 #pragma omp parallel num_threads(m3_threads_for(c, (int64_t)p->n * c->hparams->n_expert * c->hparams->n_embd)) \
     reduction(&& : finite)
@@ -152,9 +156,10 @@ void m3_cpu_experts(const m3_context *c, const m3_ffn_params *p) {
     int64_t first = start[e];
     int32_t n = start[e + 1] - start[e];
     if (!n) continue;
+    m3_sum_squares(c, M3_INPUT_EXPERTS, e, s->expert_in + first * n_embd, n);
     gated_mlp(c, &(gated){&w[M3_GATE_EXPS], &w[M3_UP_EXPS], &w[M3_DOWN_EXPS], e, s->expert_in + first * n_embd, n,
                           s->gate + first * h->n_ff_expert, s->up + first * h->n_ff_expert,
-                          s->expert_out + first * n_embd, false});
+                          s->expert_out + first * n_embd, false, M3_INPUT_EXPERTS_DOWN});
   }
 #pragma omp parallel for num_threads(m3_threads_for(c, pairs *n_embd)) schedule(static)
   for (int32_t r = 0; r < p->n; r++) {
@@ -173,6 +178,16 @@ void m3_cpu_head(const m3_context *c, const m3_head_params *p) {
     m3_rms_norm(c, p->hidden + r * n_embd, m3_vector(p->norm), n_embd, s->normed + r * n_embd);
   m3_matmul(
       c, &(m3_matmul_params){.weight = p->head, .x = s->normed, .n = p->n, .y = p->logits, .ldy = c->hparams->n_vocab});
+}
+
+bool m3_cpu_head_input(const m3_context *c, const m3_head_input_params *p) {
+  int64_t n_embd = c->hparams->n_embd;
+  float *normed = c->scratch->normed;
+#pragma omp parallel for num_threads(m3_threads_for(c, p->n *n_embd)) schedule(static)
+  for (int32_t r = 0; r < p->n; r++)
+    m3_rms_norm(c, p->hidden + r * n_embd, m3_vector(p->norm), n_embd, normed + r * n_embd);
+  m3_sum_squares(c, M3_INPUT_HEAD, 0, normed, p->n);
+  return m3_cpu_finite(c, normed, p->n * n_embd);
 }
 
 bool m3_cpu_finite(const m3_context *c, const float *x, int64_t n) {

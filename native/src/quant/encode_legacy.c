@@ -1,12 +1,13 @@
-/* Blocks of 32 by rounding alone: the scale follows from the extremes of the block, every number is then the nearest
- * one. The bytes are those of the format's other writers, so each float32 operation is theirs too: a multiplication by
- * the inverse of the float32 scale, not a division by the stored float16 one. */
+/* Blocks of 32 by rounding alone, where no importance is given: the scale follows from the extremes of the block, every
+ * number is then the nearest one. The bytes are those of the format's other writers, so each float32 operation is
+ * theirs too: a multiplication by the inverse of the float32 scale, not a division by the stored float16 one. */
 #include <math.h>
 #include <string.h>
 
 #include "quant/blocks.h"
 #include "quant/encode.h"
 #include "quant/half.h"
+#include "quant/pack.h"
 
 /* 1 / d, and 0 where that is no number: such a scale is below 2^-128 and stored as zero anyway. */
 static float inverse(float d) {
@@ -48,16 +49,6 @@ static uint8_t code(float x, int top) {
   return (uint8_t)(q > top ? top : q);
 }
 
-/* Low halves of the bytes hold the first 16 codes, high halves the others. */
-static void pack4(const uint8_t *code, uint8_t *q) {
-  for (int j = 0; j < 16; j++) q[j] = (uint8_t)((code[j] & 15) | (code[j + 16] & 15) << 4);
-}
-
-static void pack_fifth(const uint8_t *code, uint8_t *qh) {
-  memset(qh, 0, 4);
-  for (int j = 0; j < M3_BLOCK; j++) qh[j / 8] |= (uint8_t)((code[j] >> 4) << j % 8);
-}
-
 /* Codes of a type whose zero stands at `zero` = half its codes: the extreme value gets code 0, so that the longer side
  * of the range is the one with a code more. Gives the scale. */
 static float symmetric_codes(const float *x, int zero, uint8_t *codes) {
@@ -76,47 +67,59 @@ static float range_codes(const float *x, int top, uint8_t *codes, float *min) {
 }
 
 void m3_encode_q4_0(const float *src, void *dst, int64_t n, const float *importance) {
-  (void)importance;
+  if (importance) {
+    m3_search_q4_0(src, dst, n, importance);
+    return;
+  }
   m3_block_q4_0 *b = dst;
   uint8_t codes[M3_BLOCK];
   for (; n > 0; n -= M3_BLOCK, src += M3_BLOCK, b++) {
     b->d = m3_f32_to_f16(symmetric_codes(src, 8, codes));
-    pack4(codes, b->q);
+    m3_pack_codes(codes, b->q);
   }
 }
 
 void m3_encode_q5_0(const float *src, void *dst, int64_t n, const float *importance) {
-  (void)importance;
+  if (importance) {
+    m3_search_q5_0(src, dst, n, importance);
+    return;
+  }
   m3_block_q5_0 *b = dst;
   uint8_t codes[M3_BLOCK];
   for (; n > 0; n -= M3_BLOCK, src += M3_BLOCK, b++) {
     b->d = m3_f32_to_f16(symmetric_codes(src, 16, codes));
-    pack4(codes, b->q);
-    pack_fifth(codes, b->qh);
+    m3_pack_codes(codes, b->q);
+    m3_pack_fifth(codes, b->qh);
   }
 }
 
 void m3_encode_q4_1(const float *src, void *dst, int64_t n, const float *importance) {
-  (void)importance;
+  if (importance) {
+    m3_search_q4_1(src, dst, n, importance);
+    return;
+  }
   m3_block_q4_1 *b = dst;
   uint8_t codes[M3_BLOCK];
   for (; n > 0; n -= M3_BLOCK, src += M3_BLOCK, b++) {
     float min;
     b->d = m3_f32_to_f16(range_codes(src, 15, codes, &min));
     b->m = m3_f32_to_f16(min);
-    pack4(codes, b->q);
+    m3_pack_codes(codes, b->q);
   }
 }
 
 void m3_encode_q5_1(const float *src, void *dst, int64_t n, const float *importance) {
-  (void)importance;
+  if (importance) {
+    m3_search_q5_1(src, dst, n, importance);
+    return;
+  }
   m3_block_q5_1 *b = dst;
   uint8_t codes[M3_BLOCK];
   for (; n > 0; n -= M3_BLOCK, src += M3_BLOCK, b++) {
     float min;
     b->d = m3_f32_to_f16(range_codes(src, 31, codes, &min));
     b->m = m3_f32_to_f16(min);
-    pack4(codes, b->q);
-    pack_fifth(codes, b->qh);
+    m3_pack_codes(codes, b->q);
+    m3_pack_fifth(codes, b->qh);
   }
 }

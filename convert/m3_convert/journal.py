@@ -1,0 +1,233 @@
+"""The record of a conversion in progress: OUT.gguf.journal beside OUT.gguf.part.
+
+Lines of text, each flushed to the disk before the program goes on. The first is a JSON object of what the bytes of the
+output depend on; every further one is a number: so many bytes of the output, its files one after the other, are safely
+on the disk. A line without its end was being written when the program or the machine stopped, and does not count.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+from m3_convert.checkpoint import listed
+from m3_convert.gguf_file import OutputFile
+from m3_convert.plan import Plan, PlannedTensor
+from m3_convert.tensor_map import SourceMatrix
+from m3_runtime.errors import InputError
+from m3_runtime.native import LIBRARY_FOLDER, version
+
+PART_SUFFIX: Final = ".part"
+JOURNAL_SUFFIX: Final = ".journal"
+MAX_BYTES: Final = 1 << 24  #: of a journal: a line for each quarter of a GiB stays far below
+
+
+@dataclass(frozen=True)
+class Basis:
+    """What the bytes of the output depend on. Values are what JSON gives back, so that a stored one compares equal."""
+
+    program: str  #: version and the hash of the compiled part, which quantizes
+    source: dict[str, list[int]]  #: size and time of change in ns of every shard that is read, by name
+    rules: dict[str, Any]  #: what decides the types
+    files: dict[str, int]  #: names of the output and number of tensors in each
+    contents: str  #: hash of the headers, and of where each tensor comes from
+
+    def changes(self, stored: "Basis") -> list[str]:
+        """What is no longer as it was stored, in words; empty if nothing."""
+        changes = []
+        if self.program != stored.program:
+            changes.append(f"the program (it was {stored.program}, this is {self.program})")
+        names = sorted(self.source.keys() | stored.source.keys())
+        differing = [name for name in names if self.source.get(name) != stored.source.get(name)]
+        if differing:
+            changes.append(f"the source ({listed(differing)})")
+        if self.rules != stored.rules:
+            which = [key for key in self.rules if self.rules[key] != stored.rules.get(key)]
+            changes.append(f"the rules ({', '.join(which)})")
+        if self.files != stored.files:
+            changes.append(f"what goes into which file (--split-max-size: {_shown(stored)} then, {_shown(self)} now)")
+        if not changes and self.contents != stored.contents:
+            changes.append("the metadata (config, tokenizer, chat template or model card of the source)")
+        return changes
+
+
+def basis_of(plan: Plan, files: Sequence[OutputFile]) -> Basis:
+    """The basis of a conversion. Raises InputError for a shard that is not there any more."""
+    choice = plan.choice
+    shards = {t.shard for tensor in plan.tensors for matrix in tensor.matrices for t in _sources(matrix)}
+    contents = hashlib.sha256()
+    for file in files:
+        contents.update(file.header)
+        for tensor in file.tensors:
+            contents.update(json.dumps(_identity(tensor)).encode())
+    return Basis(
+        program=f"{version()}, library {_library_hash()[:12]}",
+        source={shard.name: _size_and_time(shard) for shard in sorted(shards)},
+        rules={
+            "--type or --recipe": [choice.name, choice.recipe.sha256 if choice.recipe else None],
+            "--rule": [str(rule) for rule in choice.rules],
+            "--allow-lossy-indexer": choice.allow_lossy_indexer,
+            "--imatrix": plan.importance.sha256 if plan.importance else None,
+        },
+        files={file.path.name: len(file.tensors) for file in files},
+        contents=contents.hexdigest(),
+    )
+
+
+class Journal:
+    """An open journal, locked so that two runs cannot share an output. A context manager; leaving it keeps the file.
+
+    done: bytes of the output that are on the disk.
+    """
+
+    def __init__(self, path: Path, basis: Basis, *, restart: bool = False) -> None:
+        """Opens the journal at `path`, or makes it. restart: what is there is given up, its part files included.
+
+        Raises InputError if another process holds it, and if it belongs to another conversion: the message names what
+        has changed.
+        """
+        self.path = path
+        # Not truncated before it is locked: it may be the work of another process in progress.
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        try:
+            self._lock()
+            stored, self.done, end = self._read(lenient=restart)
+            if stored is None or restart:
+                self._begin(basis, stored.files if stored else ())
+            elif changes := basis.changes(stored):
+                raise InputError(
+                    f"{path}: the unfinished conversion cannot be resumed: changed since it began: "
+                    f"{'; '.join(changes)}. --restart starts anew"
+                )
+            else:
+                os.ftruncate(self._file, end)
+                os.lseek(self._file, end, os.SEEK_SET)
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def record(self, done: int) -> None:
+        """Notes that `done` bytes are on the disk; the caller has flushed them."""
+        self._append(f"{done}\n".encode())
+        self.done = done
+
+    def discard(self) -> None:
+        """Removes the journal: what was written cannot be gone on with."""
+        self.path.unlink(missing_ok=True)
+        self.done = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._file)
+
+    def _lock(self) -> None:
+        # Some network file systems have no locks. The lock only guards against two runs with one output.
+        try:
+            with contextlib.suppress(OSError):
+                _lock_file(self._file)
+            # Another process may have finished and removed it between the opening and the lock.
+            if not self.path.exists() or self.path.stat().st_ino != os.fstat(self._file).st_ino:
+                raise _LockedError
+        except _LockedError as error:
+            raise InputError(f"{self.path}: another process is writing it") from error
+
+    def _read(self, *, lenient: bool) -> tuple[Basis | None, int, int]:
+        """Basis, bytes done and where the last whole line ends; None if the journal was not even begun.
+
+        lenient: as good as empty if it cannot be read.
+        """
+        content = os.pread(self._file, MAX_BYTES, 0)
+        whole = content[: content.rfind(b"\n") + 1]
+        lines = whole.splitlines()
+        if not lines:
+            return None, 0, 0
+        try:
+            values = json.loads(lines[0])
+            stored = Basis(**{field.name: values[field.name] for field in fields(Basis)})
+            numbers = [int(line) for line in lines[1:]]
+            if numbers != sorted(set(numbers)) or not _is_valid(stored):
+                raise ValueError("not in order")
+        except (ValueError, TypeError, KeyError) as error:
+            if lenient:
+                return None, 0, 0
+            raise InputError(
+                f"{self.path}: is not the journal of a conversion by this version of m3-convert. --restart starts anew"
+            ) from error
+        return stored, numbers[-1] if numbers else 0, len(whole)
+
+    def _begin(self, basis: Basis, old_files: Iterable[str]) -> None:
+        # The record goes before the data: a journal that says more than there is would be believed.
+        os.lseek(self._file, 0, os.SEEK_SET)
+        if os.fstat(self._file).st_size:
+            os.ftruncate(self._file, 0)
+            os.fsync(self._file)
+        self.done = 0
+        for name in old_files:
+            self.path.with_name(name + PART_SUFFIX).unlink(missing_ok=True)
+        self._append(json.dumps(asdict(basis)).encode() + b"\n")
+
+    def _append(self, line: bytes) -> None:
+        view = memoryview(line)
+        while view:
+            view = view[os.write(self._file, view) :]
+        os.fsync(self._file)
+
+
+class _LockedError(Exception):
+    """Another process holds the lock of the file."""
+
+
+def _lock_file(file: int) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise _LockedError from error
+
+
+def _shown(basis: Basis) -> str:
+    return f"{len(basis.files)} file{'s' * (len(basis.files) > 1)} of {listed(map(str, basis.files.values()))} tensors"
+
+
+def _is_valid(basis: Basis) -> bool:
+    """Types as written, and names of files that lie beside the journal: they may be removed by them."""
+    return (
+        all(isinstance(text, str) for text in (basis.program, basis.contents))
+        and isinstance(basis.source, dict)
+        and isinstance(basis.rules, dict)
+        and isinstance(basis.files, dict)
+        and all(isinstance(name, str) and name not in ("", ".", "..") and "/" not in name for name in basis.files)
+    )
+
+
+def _sources(matrix: SourceMatrix) -> list[Any]:
+    return [matrix.tensor] if matrix.scale is None else [matrix.tensor, matrix.scale]
+
+
+def _size_and_time(shard: Path) -> list[int]:
+    try:
+        status = shard.stat()
+    except OSError as error:
+        raise InputError(f"{shard}: shard cannot be read: {error.strerror}") from error
+    return [status.st_size, status.st_mtime_ns]
+
+
+def _identity(tensor: PlannedTensor) -> list[Any]:
+    sources = [
+        [t.name, t.dtype, list(t.shape), t.shard.name, t.offset] for matrix in tensor.matrices for t in _sources(matrix)
+    ]
+    return [tensor.name, int(tensor.type), list(tensor.ne), tensor.offset, tensor.plus_one, tensor.bounded, sources]
+
+
+def _library_hash() -> str:
+    with (LIBRARY_FOLDER / "libm3.so").open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,213 @@
+"""--split-max-size: the same tensors in several files, which any reader takes for one model."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from m3_convert import part_file
+from m3_convert.split import parse_size
+from m3_runtime.engine import GGUF, Model
+from m3_runtime.errors import InputError
+
+OPTIONS = ("--type", "q8_0")
+
+
+def names(folder: Path) -> set[str]:
+    return {p.name for p in folder.iterdir() if p.is_file()}
+
+
+@pytest.fixture
+def both(make_folder: Any, m3_convert: Any, tmp_path: Path) -> tuple[Path, list[Path]]:
+    """The model whole, and the files of it that are at most 200 kB."""
+    folder = make_folder()
+    assert m3_convert(folder, tmp_path / "whole.gguf", *OPTIONS).code == 0
+    (tmp_path / "split").mkdir()
+    outcome = m3_convert(folder, tmp_path / "split" / "m3.gguf", "--split-max-size", "130000", "--json", *OPTIONS)
+    assert outcome.code == 0
+    return tmp_path / "whole.gguf", [Path(p) for p in outcome.json["files"]]
+
+
+def test_sizes() -> None:
+    assert [parse_size(text) for text in ("1", "500M", "40G", "2g", "3m")] == [
+        1,
+        500 * 10**6,
+        40 * 10**9,
+        2 * 10**9,
+        3 * 10**6,
+    ]
+    for text in ("", "0", "0G", "-1G", "1.5G", "40 G", "4T", "G", "1e9", "٣", "9" * 30):
+        with pytest.raises(InputError, match=r"--split-max-size .*: expected a number of bytes"):
+            parse_size(text)
+
+
+def test_files_are_llama_cpps(both) -> None:
+    """Keys and types as the gguf package names them; every tensor in one file, in the order of the whole."""
+    whole, paths = both
+    count = len(paths)
+    assert count > 2 and names(paths[0].parent) == {f"m3-{i + 1:05}-of-{count:05}.gguf" for i in range(count)}
+    assert all(p.stat().st_size <= 130_000 for p in paths)
+    reference = gguf.GGUFReader(whole)
+    readers = [gguf.GGUFReader(p) for p in paths]
+    found = [t for reader in readers for t in reader.tensors]
+    assert [t.name for t in found] == [t.name for t in reference.tensors]
+    for a, b in zip(found, reference.tensors, strict=True):
+        assert a.tensor_type == b.tensor_type and list(a.shape) == list(b.shape) and np.array_equal(a.data, b.data)
+    own = {"GGUF.version", "GGUF.tensor_count", "GGUF.kv_count"}
+    split = {"split.no", "split.count", "split.tensors.count"}
+    for no, reader in enumerate(readers):
+        keys = set(reader.fields) - own
+        assert keys == (set(reference.fields) - own) | split if no == 0 else keys == split
+        values = {key: (reader.fields[key].contents(), reader.fields[key].types) for key in split}
+        assert values == {
+            "split.no": (no, [gguf.GGUFValueType.UINT16]),
+            "split.count": (count, [gguf.GGUFValueType.UINT16]),
+            "split.tensors.count": (len(reference.tensors), [gguf.GGUFValueType.INT32]),
+        }
+
+
+def test_as_full_as_may_be(both) -> None:
+    """The first tensor of each file would not have fitted into the file before."""
+    _, paths = both
+    for before, after in itertools.pairwise(paths):
+        first = gguf.GGUFReader(after).tensors[0]
+        assert before.stat().st_size + first.n_bytes > 130_000 - 200
+
+
+def test_the_engine_sees_one_model(both) -> None:
+    whole, paths = both
+    logits = []
+    for path in (whole, paths[0], paths[-1], paths[0].parent):
+        with Model(path, device="cpu") as model, model.session(context=128) as session:
+            logits.append(session.eval(np.arange(100, dtype=np.int32)).tobytes())
+    assert len(set(logits)) == 1
+
+
+def test_the_selection_check_takes_them(both, m3_check_selection, tmp_path) -> None:
+    whole, paths = both
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 60)
+    reports = []
+    for path in (whole, paths[1], paths[0].parent):
+        outcome = m3_check_selection(whole, path, "--text", text, "--context", 120, "--json")
+        assert outcome.code == 0, outcome.err
+        reports.append(outcome.json)
+    assert reports[1]["candidate"]["bytes"] == sum(p.stat().st_size for p in paths)
+    for part in ("verdict", "model", "tested"):
+        assert reports[0][part] == reports[1][part] == reports[2][part]
+    assert reports[0]["candidate"]["types"] == reports[1]["candidate"]["types"]
+
+
+def test_m3_run_takes_them_and_names_a_missing_one(both) -> None:
+    _, paths = both
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+    def m3_run(path: Path) -> "subprocess.CompletedProcess[str]":
+        script = "from m3_runtime.cli import main; main()"
+        command = [sys.executable, "-c", script, path, "--raw", "-p", "a b", "-n", "1", "--json", "--context", "64"]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+
+    for path in (paths[1], paths[0].parent):
+        done = m3_run(path)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["file"] == str(path)
+    paths[1].unlink()
+    for path in (paths[0], paths[0].parent):
+        done = m3_run(path)
+        assert done.returncode == 2 and "Traceback" not in done.stderr
+        assert f"{paths[1].name}: is missing (1 of the {len(paths)} files" in done.stderr
+
+
+def test_the_plan_says_the_files(make_folder, m3_convert, tmp_path) -> None:
+    folder, out, size = make_folder(), tmp_path / "m3.gguf", ("--split-max-size", "130000")
+    plan = m3_convert(folder, out, "--dry-run", "--json", *size, *OPTIONS).json
+    assert names(tmp_path) == set()
+    outcome = m3_convert(folder, out, "--json", *size, *OPTIONS)
+    assert [(f["name"], f["bytes"]) for f in plan["files"]] == [
+        (p.name, p.stat().st_size) for p in sorted(tmp_path.glob("*.gguf"))
+    ]
+    assert sum(f["tensors"] for f in plan["files"]) == len(plan["tensors"])
+    assert plan["file_bytes"] == outcome.json["bytes"] and outcome.json["file"] == outcome.json["files"][0]
+    shown = m3_convert(folder, out, "--dry-run", *size, *OPTIONS).out
+    assert all(f"file: {f['name']}: {f['tensors']} tensors, {f['bytes']} bytes\n" in shown for f in plan["files"])
+    assert f" and {len(plan['files']) - 1} more: " in m3_convert(folder, out, *size, *OPTIONS).out
+
+
+def test_what_fits_is_one_file(make_folder, m3_convert, tmp_path) -> None:
+    folder = make_folder()
+    assert m3_convert(folder, tmp_path / "a.gguf", *OPTIONS).code == 0
+    assert m3_convert(folder, tmp_path / "b.gguf", "--split-max-size", "1G", *OPTIONS).code == 0
+    assert names(tmp_path) == {"a.gguf", "b.gguf"}
+    assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
+
+
+def test_a_tensor_that_is_larger(make_folder, m3_convert, tmp_path) -> None:
+    folder = make_folder()
+    outcome = m3_convert(folder, tmp_path / "m3.gguf", "--split-max-size", "20000", *OPTIONS)
+    assert outcome.code == 2 and "a tensor is not divided" in outcome.error and names(tmp_path) == set()
+    needed = outcome.error.split("expected at least ")[1].split(",")[0]
+    first = m3_convert(folder, tmp_path / "m3.gguf", "--split-max-size", needed, "--dry-run", "--json", *OPTIONS)
+    assert first.code == 2 or first.json["files"][0]["bytes"] <= int(needed)
+
+
+def test_an_interrupted_split_goes_on(both, m3_convert, tmp_path, monkeypatch) -> None:
+    """Stopped in the second file, and again between two renames: all files are those of an undisturbed run."""
+    _, paths = both
+    expected = {p.name: p.read_bytes() for p in paths}
+    source, out = tmp_path / "source", tmp_path / "m3.gguf"
+    command = (source, out, "--split-max-size", "130000", "--json", *OPTIONS)
+    monkeypatch.setattr(part_file, "RECORD_BYTES", 20_000)
+    write, written = part_file.write_all, [0]
+
+    def stop(file: int, data: bytes | memoryview) -> None:
+        written[0] += len(data)
+        if written[0] > 170_000:
+            raise KeyboardInterrupt
+        write(file, data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(part_file, "write_all", stop)
+        assert m3_convert(*command).code == 130
+    assert names(tmp_path) - {"whole.gguf"} == {f"{paths[0].name}.part", f"{paths[1].name}.part", "m3.gguf.journal"}
+
+    move, moved = Path.replace, []
+
+    def stop_second(path: Path, target: Path) -> Path:
+        moved.append(path.name)
+        if len(moved) == 2:
+            raise KeyboardInterrupt
+        return move(path, target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "replace", stop_second)
+        assert m3_convert(*command).code == 130
+    assert f"{paths[-1].name}" in names(tmp_path) and paths[0].name not in names(tmp_path)
+    outcome = m3_convert(*command)
+    assert outcome.code == 0 and outcome.json["resumed_bytes"] == outcome.json["bytes"]
+    assert names(tmp_path) == {"whole.gguf", *expected}
+    assert {name: (tmp_path / name).read_bytes() for name in expected} == expected
+
+
+def test_another_size_does_not_go_on(both, m3_convert, tmp_path, monkeypatch) -> None:
+    source, out = tmp_path / "source", tmp_path / "m3.gguf"
+    monkeypatch.setattr(part_file, "RECORD_BYTES", 20_000)
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "replace", stop)
+        assert m3_convert(source, out, "--split-max-size", "130000", *OPTIONS).code == 130
+    outcome = m3_convert(source, out, "--split-max-size", "150000", *OPTIONS)
+    assert outcome.code == 2 and "what goes into which file (--split-max-size: " in outcome.error
+    assert m3_convert(source, out, "--split-max-size", "150000", "--restart", *OPTIONS).code == 0
+    assert not any(name.endswith((".part", ".journal")) for name in names(tmp_path))
+    with GGUF(next(tmp_path.glob("m3-00001-*"))) as model:
+        assert len(model.files) > 1
