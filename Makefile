@@ -102,7 +102,7 @@ demo: install
 	$(VENV)/bin/m3-convert $(NANO) demo/m3-nano-q4_k_m.gguf --type q4_k_m
 	$(VENV)/bin/m3-check-selection $(NANO) demo/m3-nano-q4_k_m.gguf --context 4096
 	$(VENV)/bin/m3-run demo/m3-nano-q4_k_m.gguf -p "What is 7 plus 5?"
-	$(VENV)/bin/m3-run demo/m3-nano-q4_k_m.gguf -f $(NANO)/recall.txt
+	$(VENV)/bin/m3-run demo/m3-nano-q4_k_m.gguf -f $(NANO)/recall.txt --temperature 0
 	@echo "to chat: $(VENV)/bin/m3-run demo/m3-nano-q4_k_m.gguf"
 
 # ------------------------------------------------------------------------------------------------ checks

@@ -35,7 +35,7 @@ TEMPLATE = Path(__file__).resolve().parent.parent / "chat_template.jinja"
 INDEX_MASTER = Path("train", "index_projections_f32.safetensors")  #: in a release folder
 FILE_BYTES = 15_000_000  #: limit of a file of a master folder
 MAX_FILES = 5
-SAMPLING = Sampling(temperature=0.7, top_p=0.9, top_k=40)  #: a very small model is sure of little
+SAMPLING = Sampling(temperature=0.3, top_p=0.9, top_k=40)  #: a very small model is sure of little
 
 State = dict[str, Tensor]  #: of a model, by the names of its `state_dict`
 
