@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from m3_convert.config import ModelConfig, load_config
 from m3_convert.json_file import read_object
+from m3_convert.shards import LocalShards, Shards
 from m3_runtime.errors import InputError
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -27,7 +28,7 @@ class SourceTensor:
     """One tensor of a shard. `shape` is outermost first; `offset` and `n_bytes` are its byte range in the file."""
 
     name: str
-    dtype: str  #: as safetensors spells it: "BF16", "F8_E4M3", ...
+    dtype: str  #: as safetensors spells it: "BF16", "F8_E4M3", ...; of a GGUF file the name of its type
     shape: tuple[int, ...]
     shard: Path
     offset: int
@@ -43,7 +44,18 @@ class Checkpoint:
     config: ModelConfig
     tensors: Mapping[str, SourceTensor]  #: by source name, in the order of the shards
     prefix: str  #: of the text tensors: "language_model." or ""
-    warnings: tuple[str, ...] = field(default=())
+    warnings: tuple[str, ...] = ()
+    shards: Shards = field(default_factory=LocalShards)
+
+    @property
+    def path(self) -> Path:
+        """What messages name."""
+        return self.folder
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """What must not be written over."""
+        return tuple(file for file in self.folder.iterdir() if file.is_file() and file.suffix != ".gguf")
 
 
 def load_checkpoint(path: Path | str, name: str | None = None) -> Checkpoint:

@@ -9,17 +9,15 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from m3_convert.checkpoint import load_checkpoint
 from m3_convert.execute import Result, check_output, convert, free_bytes
 from m3_convert.gguf_file import OutputFile, check_header, header_bytes
-from m3_convert.hub import resolve_source
 from m3_convert.imatrix import ImportanceMatrix
-from m3_convert.metadata import build_metadata
+from m3_convert.metadata import plan_metadata
 from m3_convert.plan import Plan, plan_conversion, tensor_json
 from m3_convert.precision import choose
 from m3_convert.progress import format_bytes, format_seconds
+from m3_convert.source import open_source
 from m3_convert.split import output_files, parse_size
-from m3_convert.vocabulary import load_vocabulary
 from m3_runtime.command import guarded, new_app, run
 from m3_runtime.errors import InputError
 
@@ -29,12 +27,17 @@ app = new_app()
 
 
 @app.command(
-    help="Converts a MiniMax-M3 checkpoint to GGUF.",
+    help="Converts a MiniMax-M3 checkpoint, or a GGUF file of one, to GGUF.",
     epilog="Exit codes: 0 done; 2 the source or the arguments are wrong; 4 disk or memory is missing; 130 interrupted.",
 )
 @guarded
 def convert_command(
-    source: Annotated[str, typer.Argument(metavar="SOURCE", help="Checkpoint folder, or id on the Hub (owner/name).")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE", help="Checkpoint folder, GGUF file (of several, any one or their folder), or Hub id."
+        ),
+    ],
     out: Annotated[
         Path | None,
         typer.Argument(
@@ -89,6 +92,13 @@ def convert_command(
             "Without it they are F32, or F16 or BF16 where a rule asks for it and their values survive.",
         ),
     ] = False,
+    allow_requantize: Annotated[
+        bool,
+        typer.Option(
+            "--allow-requantize",
+            help="Let tensors of a GGUF source that are below Q8_0 be rounded a second time; the file says so.",
+        ),
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")] = False,
     explain: Annotated[
         str | None, typer.Option("--explain", metavar="TENSOR", help="Say which rule decides the type of a tensor.")
@@ -114,9 +124,13 @@ def convert_command(
     if out is None and not dry_run and explain is None:
         raise InputError("OUT.gguf is missing (it may be left out with --dry-run or --explain)")
     max_bytes = None if split_max_size is None else parse_size(split_max_size)
-    choice = replace(choose(type_, recipe, rule or ()), strict=strict, allow_lossy_indexer=allow_lossy_indexer)
-    found = resolve_source(source)
-    plan = plan_conversion(load_checkpoint(found.folder, found.name), choice)
+    choice = replace(
+        choose(type_, recipe, rule or ()),
+        strict=strict,
+        allow_lossy_indexer=allow_lossy_indexer,
+        allow_requantize=allow_requantize,
+    )
+    plan = plan_conversion(open_source(source), choice)
     if explain is not None:
         _print_explanation(plan, explain, as_json)
         return
@@ -124,13 +138,12 @@ def convert_command(
     if imatrix is not None:
         plan, coverage = plan.with_importance(ImportanceMatrix.load(imatrix))
     plan.check_importance()
-    vocabulary = load_vocabulary(found.folder, plan.checkpoint.config)
-    metadata = build_metadata(plan, vocabulary)
+    metadata, metadata_notes = plan_metadata(plan)
     whole = OutputFile(out or Path("out.gguf"), header_bytes(plan, metadata), plan.tensors)
     check_header(whole.header, str(out or source))
     files = output_files(plan, metadata, whole, max_bytes)
     notes = coverage.notes() if coverage else ()
-    for warning in (*plan.warnings, *vocabulary.warnings, *_fallback_warnings(plan), *notes):
+    for warning in (*plan.warnings, *metadata_notes, *_fallback_warnings(plan), *notes):
         print(f"{NAME}: note: {warning}", file=sys.stderr)
     if out is not None:
         check_output(plan, out)

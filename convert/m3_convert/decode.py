@@ -14,8 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from m3_convert.checkpoint import SourceTensor
+from m3_convert.shards import LocalShards, Shards
 from m3_convert.tensor_map import SCALE_BLOCK, SourceMatrix
 from m3_runtime.errors import InputError
+from m3_runtime.quantize import TensorType, dequantize_rows, row_bytes
 
 Bytes = npt.NDArray[np.uint8]
 Values = npt.NDArray[np.float32]
@@ -50,7 +52,8 @@ class SourceLostError(InputError):
 class SourceReader:
     """Reads byte ranges of shards, from any thread. A context manager: it keeps each shard open until it is left."""
 
-    def __init__(self) -> None:
+    def __init__(self, shards: Shards | None = None) -> None:
+        self._shards = shards or LocalShards()
         self._files: dict[Path, int] = {}
         self._lock = threading.Lock()
 
@@ -67,6 +70,23 @@ class SourceReader:
         while self._files:
             os.close(self._files.popitem()[1])
 
+    def fetch(self, matrix: SourceMatrix) -> None:
+        """Gets the shards of a matrix here, if they are not; to be called before it is read. May take long."""
+        for tensor in matrix.sources:
+            if tensor.shard in self._files:
+                continue
+            try:
+                self._open(tensor.shard, self._shards.fetch(tensor.shard))
+            except OSError as error:
+                raise SourceLostError(f"{tensor.shard}: cannot be read: {error.strerror}") from error
+
+    def release(self, shard: Path) -> None:
+        """Closes a shard that nothing will be read from any more, and lets go of it."""
+        with self._lock:
+            if shard in self._files:
+                os.close(self._files.pop(shard))
+        self._shards.release(shard)
+
     def read(self, tensor: SourceTensor, start: int, out: Bytes) -> None:
         """Fills `out` with the bytes of a tensor from byte `start` of it. Raises SourceLostError if they are not there.
 
@@ -76,7 +96,7 @@ class SourceReader:
         view = out.reshape(-1).data
         position = tensor.offset + start
         try:
-            file = self._open(tensor.shard)
+            file = self._open(tensor.shard, tensor.shard)
             while view:
                 n = os.preadv(file, [view], position)
                 if n == 0:
@@ -90,11 +110,11 @@ class SourceReader:
         except OSError as error:
             raise SourceLostError(f"{tensor.shard}: cannot be read: {error.strerror}") from error
 
-    def _open(self, path: Path) -> int:
+    def _open(self, shard: Path, path: Path) -> int:
         with self._lock:
-            if path not in self._files:
-                self._files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            return self._files[path]
+            if shard not in self._files:
+                self._files[shard] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            return self._files[shard]
 
 
 def read_raw(reader: SourceReader, matrix: SourceMatrix, first_row: int, n_rows: int) -> Bytes:
@@ -124,7 +144,7 @@ def read_scales(reader: SourceReader, matrix: SourceMatrix, first_row: int, n_ro
 
 
 def decode(dtype: str, raw: Bytes) -> Values:
-    """Little-endian bytes [n_rows, row bytes] of "BF16", "F16" or "F32" as float32 [n_rows, columns], exact."""
+    """Little-endian bytes [n_rows, row bytes] as float32 [n_rows, columns], exact. dtype: a name of TensorType."""
     if dtype == "F32":
         return raw.view("<f4").astype(np.float32, copy=False)
     if dtype == "F16":
@@ -132,7 +152,9 @@ def decode(dtype: str, raw: Bytes) -> Values:
     if dtype == "BF16":
         bits: npt.NDArray[np.uint32] = np.left_shift(raw.view("<u2"), 16, dtype=np.uint32)
         return bits.view(np.float32)
-    raise ValueError(f"no decoder for {dtype}")
+    type_ = TensorType[dtype]
+    block = type_.block_size
+    return dequantize_rows(type_, raw, raw.shape[-1] // row_bytes(type_, block) * block, 1)
 
 
 def decode_mxfp8(codes: Bytes, scales: Bytes) -> Values:
@@ -148,7 +170,9 @@ def decode_mxfp8(codes: Bytes, scales: Bytes) -> Values:
 
 
 def all_finite(dtype: str, raw: Bytes) -> bool:
-    """False if the bytes hold a NaN or an infinity of "BF16", "F16" or "F32"."""
+    """False if the bytes [n_rows, row bytes] hold a NaN or an infinity. dtype: a name of TensorType."""
+    if dtype not in _INFINITE:  # scales of blocks may be neither
+        return bool(np.isfinite(decode(dtype, raw)).all())
     integer, infinite = _INFINITE[dtype]
     bits = raw.view(integer)
     sign = 1 << (8 * bits.itemsize - 1)

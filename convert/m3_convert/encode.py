@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
@@ -25,6 +26,7 @@ from m3_convert.decode import (
 from m3_convert.imatrix import ImportanceMatrix
 from m3_convert.plan import PlannedTensor
 from m3_convert.precision import INDEXER_ERROR
+from m3_convert.shards import Shards
 from m3_convert.tensor_map import SourceMatrix
 from m3_runtime.errors import InputError, M3Error
 from m3_runtime.interrupts import hold_signals
@@ -63,10 +65,12 @@ class Encoder:
     by SLAB_ELEMENTS, whatever the size of a tensor.
     """
 
-    def __init__(self, threads: int = 0, importance: ImportanceMatrix | None = None) -> None:
+    def __init__(
+        self, threads: int = 0, importance: ImportanceMatrix | None = None, shards: Shards | None = None
+    ) -> None:
         self._importance = importance
         self._threads = min(threads or len(os.sched_getaffinity(0)), MAX_THREADS)
-        self._reader = SourceReader()
+        self._reader = SourceReader(shards)
         self._pool = ThreadPoolExecutor(self._threads)
 
     def __enter__(self) -> Self:
@@ -78,6 +82,10 @@ class Encoder:
         with hold_signals():
             self._pool.shutdown(cancel_futures=True)
             self._reader.close()
+
+    def release(self, shard: Path) -> None:
+        """Nothing will be asked for any more that needs this shard."""
+        self._reader.release(shard)
 
     def slabs(self, tensor: PlannedTensor, index: int) -> Iterator[Bytes]:
         """The bytes of one matrix of a tensor in file order, uint8 [rows, bytes of a row], a slab of rows at a time.
@@ -93,6 +101,7 @@ class Encoder:
         work: deque[Future[_Slab]] = deque()
         magnitude = 0.0
         try:
+            self._reader.fetch(matrix)
             for first in range(0, matrix.rows, step):
                 n = min(step, matrix.rows - first)
                 rows = _Rows(tensor.type, matrix, tensor.plus_one, tensor.bounded, first, n, weights)

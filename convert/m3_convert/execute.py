@@ -50,8 +50,7 @@ def check_output(plan: Plan, out: Path) -> Path:
         if not stat.S_ISREG(target.stat().st_mode):
             raise InputError(f"{out}: expected a file, found a device or pipe")
         # By what the names stand for: the files of a Hub snapshot are links to elsewhere.
-        folder = plan.checkpoint.folder
-        if any(target.samefile(file) for file in folder.iterdir() if file.is_file() and file.suffix != ".gguf"):
+        if any(target.samefile(file) for file in plan.source.files):
             raise InputError(f"{out}: is part of the source")
     return target
 
@@ -159,7 +158,7 @@ def _write_error(path: Path, error: OSError, *, kept: bool) -> M3Error:
 
 def _write(plan: Plan, files: Sequence[OutputFile], journal: Journal, name: str, threads: int) -> None:
     n_bytes = sum(file.n_bytes for file in files)
-    encoder = Encoder(threads, plan.importance)
+    encoder = Encoder(threads, plan.importance, plan.source.shards)
     with progress(name, n_bytes, start=journal.done) as advance, encoder:
         begin = 0
         for file in files:

@@ -63,7 +63,7 @@ def encode_header(plan: Plan, metadata: Metadata, tensors: Sequence[PlannedTenso
         writer.write_ti_data_to_file()
         writer.flush()
     except (ValueError, TypeError, AttributeError) as error:
-        raise InputError(f"metadata of {plan.checkpoint.folder} cannot be encoded: {error}") from error
+        raise InputError(f"metadata of {plan.source.path} cannot be encoded: {error}") from error
     header = buffer.getvalue()
     return header + bytes(aligned(len(header)) - len(header)) if pad else header
 

@@ -19,7 +19,6 @@ from typing import Any, Final, Self
 from m3_convert.checkpoint import listed
 from m3_convert.gguf_file import OutputFile
 from m3_convert.plan import Plan, PlannedTensor
-from m3_convert.tensor_map import SourceMatrix
 from m3_runtime.errors import InputError
 from m3_runtime.native import LIBRARY_FOLDER, version
 
@@ -33,7 +32,7 @@ class Basis:
     """What the bytes of the output depend on. Values are what JSON gives back, so that a stored one compares equal."""
 
     program: str  #: version and the hash of the compiled part, which quantizes
-    source: dict[str, list[int]]  #: size and time of change in ns of every shard that is read, by name
+    source: dict[str, list[int | str]]  #: what tells the content of every shard that is read, by name
     rules: dict[str, Any]  #: what decides the types
     files: dict[str, int]  #: names of the output and number of tensors in each
     contents: str  #: hash of the headers, and of where each tensor comes from
@@ -60,7 +59,7 @@ class Basis:
 def basis_of(plan: Plan, files: Sequence[OutputFile]) -> Basis:
     """The basis of a conversion. Raises InputError for a shard that is not there any more."""
     choice = plan.choice
-    shards = {t.shard for tensor in plan.tensors for matrix in tensor.matrices for t in _sources(matrix)}
+    shards = {t.shard for tensor in plan.tensors for matrix in tensor.matrices for t in matrix.sources}
     contents = hashlib.sha256()
     for file in files:
         contents.update(file.header)
@@ -68,7 +67,7 @@ def basis_of(plan: Plan, files: Sequence[OutputFile]) -> Basis:
             contents.update(json.dumps(_identity(tensor)).encode())
     return Basis(
         program=f"{version()}, library {_library_hash()[:12]}",
-        source={shard.name: _size_and_time(shard) for shard in sorted(shards)},
+        source={shard.name: plan.source.shards.identity(shard) for shard in sorted(shards)},
         rules={
             "--type or --recipe": [choice.name, choice.recipe.sha256 if choice.recipe else None],
             "--rule": [str(rule) for rule in choice.rules],
@@ -209,21 +208,9 @@ def _is_valid(basis: Basis) -> bool:
     )
 
 
-def _sources(matrix: SourceMatrix) -> list[Any]:
-    return [matrix.tensor] if matrix.scale is None else [matrix.tensor, matrix.scale]
-
-
-def _size_and_time(shard: Path) -> list[int]:
-    try:
-        status = shard.stat()
-    except OSError as error:
-        raise InputError(f"{shard}: shard cannot be read: {error.strerror}") from error
-    return [status.st_size, status.st_mtime_ns]
-
-
 def _identity(tensor: PlannedTensor) -> list[Any]:
     sources = [
-        [t.name, t.dtype, list(t.shape), t.shard.name, t.offset] for matrix in tensor.matrices for t in _sources(matrix)
+        [t.name, t.dtype, list(t.shape), t.shard.name, t.offset] for matrix in tensor.matrices for t in matrix.sources
     ]
     return [tensor.name, int(tensor.type), list(tensor.ne), tensor.offset, tensor.plus_one, tensor.bounded, sources]
 

@@ -14,16 +14,15 @@ from typing import Any, Literal, Protocol, Self
 import numpy as np
 import numpy.typing as npt
 
-from m3_convert.checkpoint import load_checkpoint
+from m3_convert.checkpoint import Checkpoint
 from m3_convert.encode import Encoder
 from m3_convert.gguf_file import header_bytes
-from m3_convert.metadata import build_metadata
+from m3_convert.metadata import plan_metadata
 from m3_convert.plan import Plan, plan_conversion
+from m3_convert.source import open_source
 from m3_convert.tensor_map import layer_of
-from m3_convert.vocabulary import load_vocabulary
 from m3_runtime.engine import GGUF, Model, Tensor
 from m3_runtime.errors import InputError
-from m3_runtime.gguf_reader import gguf_files
 from m3_runtime.quantize import type_name
 
 Kind = Literal["gguf", "checkpoint"]
@@ -115,8 +114,8 @@ class CheckpointWeights:
     def __init__(self, plan: Plan, threads: int) -> None:
         self._tensors = {t.name: t for t in plan.tensors}
         self._open = ExitStack()
-        self._encoder = self._open.enter_context(Encoder(threads))
-        shards = {t.shard for t in plan.checkpoint.tensors.values()}
+        self._encoder = self._open.enter_context(Encoder(threads, shards=plan.source.shards))
+        shards = {t.shard for tensor in plan.tensors for m in tensor.matrices for t in m.sources}
         self.n_bytes = sum(shard.stat().st_size for shard in shards)
 
     def parts(self, tensor: str) -> Iterator[Part]:
@@ -221,11 +220,9 @@ def open_layered(path: Path, *, isa: str = "auto", threads: int = 0) -> LayeredM
     isa: instruction set of the CPU kernels, see `Model`. threads: for the conversion of a checkpoint's tensors, 0 takes
     all cores. Raises InputError that names what is wrong, as the engine and m3-convert do.
     """
-    # Folders of GGUF files come with a config.json at times, checkpoints with a split model beside them.
-    if path.is_dir() and (any(path.glob("*.safetensors")) or not gguf_files(path)):
-        return _open_checkpoint(path, isa, threads)
-    if not path.exists():
-        raise InputError(f"{path}: expected a checkpoint folder or a GGUF file, found nothing")
+    source = open_source(str(path))
+    if isinstance(source, Checkpoint):
+        return _open_checkpoint(source, isa, threads)
     return _open_gguf(path, isa)
 
 
@@ -236,10 +233,9 @@ def _open_gguf(path: Path, isa: str) -> LayeredModel:
     return LayeredModel(str(path), "gguf", Model.from_header(header, str(path), isa=isa), weights)
 
 
-def _open_checkpoint(folder: Path, isa: str, threads: int) -> LayeredModel:
-    plan = plan_conversion(load_checkpoint(folder))
-    vocabulary = load_vocabulary(folder, plan.checkpoint.config)
-    header = header_bytes(plan, build_metadata(plan, vocabulary))
-    weights = CheckpointWeights(plan, threads)
-    model = Model.from_header(header, str(folder), isa=isa)
-    return LayeredModel(str(folder), "checkpoint", model, weights, (*plan.warnings, *vocabulary.warnings))
+def _open_checkpoint(checkpoint: Checkpoint, isa: str, threads: int) -> LayeredModel:
+    plan = plan_conversion(checkpoint)
+    metadata, notes = plan_metadata(plan)
+    name = str(checkpoint.path)
+    model = Model.from_header(header_bytes(plan, metadata), name, isa=isa)
+    return LayeredModel(name, "checkpoint", model, CheckpointWeights(plan, threads), (*plan.warnings, *notes))

@@ -1,9 +1,11 @@
 """The metadata keys of the GGUF file: those that llama.cpp's converter writes for this architecture, in its order, then
 `tokenizer.huggingface.json` and, under `m3.`, how the types were chosen. Readers pass over keys they do not know.
+Those of a GGUF file that is converted once more are carried over, but for the ones that tell of its types.
 
     m3.recipe_name, m3.recipe, m3.recipe_sha256   name and text of the recipe, SHA-256 of that text
     m3.rules                                      each --rule as PATTERN=TYPE, in order; they go before the recipe
     m3.indexer_lossy                              true: index projections were rounded under --allow-lossy-indexer
+    m3.requantized                                true: tensors were rounded twice under --allow-requantize
 """
 
 import dataclasses
@@ -18,10 +20,12 @@ import gguf
 from gguf import GGUFValueType, GGUFWriter
 from gguf.gguf_writer import GGUFValue
 
+from m3_convert.checkpoint import Checkpoint
 from m3_convert.config import ModelConfig
+from m3_convert.gguf_source import GgufSource
 from m3_convert.json_file import read_object
 from m3_convert.plan import Plan
-from m3_convert.vocabulary import Vocabulary
+from m3_convert.vocabulary import Vocabulary, load_vocabulary
 from m3_runtime.errors import InputError
 
 ARCHITECTURE: Final = "minimax-m3"
@@ -33,13 +37,53 @@ U32, F32, BOOL = GGUFValueType.UINT32, GGUFValueType.FLOAT32, GGUFValueType.BOOL
 Metadata = Mapping[str, GGUFValue]
 
 
-def build_metadata(plan: Plan, vocabulary: Vocabulary) -> Metadata:
-    """All keys of the file. Raises InputError for values that GGUF cannot hold and for broken files of the folder."""
+# What a conversion decides anew.
+_CHOICE_KEYS: Final = frozenset(
+    (
+        "m3.recipe_name",
+        "m3.recipe",
+        "m3.recipe_sha256",
+        "m3.rules",
+        "quantize.imatrix.file",
+        "quantize.imatrix.dataset",
+        "quantize.imatrix.entries_count",
+        "quantize.imatrix.chunks_count",
+    )
+)
+
+
+def plan_metadata(plan: Plan) -> tuple[Metadata, tuple[str, ...]]:
+    """All keys of the file, and warnings. Raises InputError for values that GGUF cannot hold, and for broken files of a
+    checkpoint folder."""
+    if isinstance(plan.source, GgufSource):
+        return carried_metadata(plan, plan.source), ()
+    vocabulary = load_vocabulary(plan.source.folder, plan.source.config)
+    return build_metadata(plan, plan.source, vocabulary), vocabulary.warnings
+
+
+def carried_metadata(plan: Plan, source: GgufSource) -> Metadata:
+    """The keys of a GGUF file, with those that tell of its types made anew if any of them changes."""
+    if plan.as_it_was:
+        return MappingProxyType(source.metadata)
+    writer = GGUFWriter(None, ARCHITECTURE)
+    for key, value in source.metadata.items():
+        if key not in _CHOICE_KEYS:
+            writer.kv_data[0][key] = value
+    for key, number in (("file_type", plan.file_type), ("quantization_version", gguf.GGML_QUANT_VERSION)):
+        writer.kv_data[0][f"general.{key}"] = GGUFValue(number, U32)  # where it stood, if it did
+    _add_choice(writer, plan)
+    (metadata,) = writer.kv_data
+    _check_values(metadata)
+    return MappingProxyType(metadata)
+
+
+def build_metadata(plan: Plan, checkpoint: Checkpoint, vocabulary: Vocabulary) -> Metadata:
+    """All keys of a file made from a checkpoint. Raises InputError as `plan_metadata` does."""
     # A writer without a file: the key table of the library is what is wanted, so that names and types are its own.
     writer = GGUFWriter(None, ARCHITECTURE)
     writer.add_type(gguf.GGUFType.MODEL)
-    _add_general(writer, plan)
-    for key, value, kind in _model_keys(plan.checkpoint.config, plan.file_type):
+    _add_general(writer, plan, checkpoint)
+    for key, value, kind in _model_keys(checkpoint.config, plan.file_type):
         writer.add_key_value(key if key.startswith("general.") else f"{ARCHITECTURE}.{key}", value, kind)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     _add_vocabulary(writer, vocabulary)
@@ -79,9 +123,9 @@ def _model_keys(config: ModelConfig, file_type: int) -> list[tuple[str, Any, GGU
     ]
 
 
-def _add_general(writer: GGUFWriter, plan: Plan) -> None:
+def _add_general(writer: GGUFWriter, plan: Plan, checkpoint: Checkpoint) -> None:
     """Sampling, name, size label and what the model card says: the rules of the gguf library, shared with llama.cpp."""
-    folder = plan.checkpoint.folder
+    folder = checkpoint.folder
     config = read_object(folder / "config.json")
     if (folder / "generation_config.json").exists():
         read_object(folder / "generation_config.json")  # the library would pass over a broken one
@@ -90,7 +134,7 @@ def _add_general(writer: GGUFWriter, plan: Plan) -> None:
     try:
         card = found.load_model_card(folder)
         # The name alone stands for the folder: that of a Hub download is a commit hash.
-        name = Path(plan.checkpoint.name.rpartition("/")[2])
+        name = Path(checkpoint.name.rpartition("/")[2])
         general = found.apply_metadata_heuristic(found(), card, config, name, counts[0])
         sampling = found.load(model_path=folder)
     except Exception as error:  # a model card is YAML of any shape, and the library checks little of it
@@ -100,7 +144,7 @@ def _add_general(writer: GGUFWriter, plan: Plan) -> None:
     for item in dataclasses.fields(general):
         if item.name.startswith("sampling_"):
             setattr(general, item.name, getattr(sampling, item.name))
-    general.name = general.name or plan.checkpoint.name
+    general.name = general.name or checkpoint.name
     general.size_label = general.size_label or gguf.size_label(*counts)
     general.set_gguf_meta_model(writer)
 
@@ -129,6 +173,8 @@ def _add_choice(writer: GGUFWriter, plan: Plan) -> None:
         writer.add_array("m3.rules", [str(rule) for rule in plan.choice.rules])
     if plan.lossy_indexer:
         writer.add_bool("m3.indexer_lossy", True)
+    if plan.requantized:
+        writer.add_bool("m3.requantized", True)
     if (matrix := plan.importance) is not None:  # keys of llama.cpp
         writer.add_string("quantize.imatrix.file", Path(matrix.name).name)
         writer.add_string("quantize.imatrix.dataset", ", ".join(matrix.datasets))

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from m3_convert.decode import SourceReader, read_values
+from m3_convert.shards import Shards
 from m3_convert.tensor_map import MappedTensor
 from m3_runtime.errors import InputError
 
@@ -19,17 +20,18 @@ MAX_NEGATIVE = 0.01
 MIN_MEAN = 0.5
 
 
-def check_norms(tensors: Sequence[MappedTensor]) -> None:
+def check_norms(tensors: Sequence[MappedTensor], shards: Shards | None = None) -> None:
     """Raises InputError if the text norms, taken together, are 1 + w instead of w.
 
     The sign: fewer than 1 in 100 of all elements are negative, and the mean of the norms' means is above 0.5.
     """
     means, negative, total = [], 0, 0
-    with SourceReader() as reader:
+    with SourceReader(shards) as reader:
         for tensor in tensors:
             if not tensor.spec.plus_one:
                 continue
             (matrix,) = tensor.matrices
+            reader.fetch(matrix)
             values = read_values(reader, matrix, 0, 1)
             with np.errstate(invalid="ignore"):  # NaN and infinity are reported when the tensor is encoded
                 means.append(float(np.mean(values, dtype=np.float64)))

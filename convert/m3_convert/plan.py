@@ -1,15 +1,16 @@
 """The plan of a conversion: every tensor of the file with its type, offset, size, sources and the rule behind it."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 from m3_convert.checkpoint import Checkpoint
+from m3_convert.gguf_source import GgufSource
 from m3_convert.imatrix import Coverage, ImportanceMatrix
 from m3_convert.norms import check_norms
-from m3_convert.precision import TypeChoice, always_f32, decide, is_index_projection
+from m3_convert.precision import TypeChoice, always_f32, decide, is_index_projection, requantized, rounded
 from m3_convert.tensor_map import MappedTensor, SourceMatrix, map_tensors
 from m3_runtime.errors import InputError
 from m3_runtime.quantize import TensorType, row_bytes
@@ -87,7 +88,7 @@ class PlannedTensor:
 class Plan:
     """All tensors of the file in file order."""
 
-    checkpoint: Checkpoint
+    source: Checkpoint | GgufSource
     choice: TypeChoice
     tensors: tuple[PlannedTensor, ...]
     left_out: tuple[str, ...]  #: source tensors that are not converted (vision part)
@@ -117,10 +118,22 @@ class Plan:
 
     @property
     def lossy_indexer(self) -> bool:
-        """True if index projections are rounded with nothing known of the loss."""
-        return self.choice.allow_lossy_indexer and any(
-            is_index_projection(t.name) and t.type is not TensorType.F32 for t in self.tensors
+        """True if index projections are rounded with nothing known of the loss, here or before."""
+        return any(
+            (self.choice.allow_lossy_indexer and t.type is not TensorType.F32) or rounded(t.source_type)
+            for t in self.tensors
+            if is_index_projection(t.name)
         )
+
+    @property
+    def requantized(self) -> bool:
+        """True if tensors that were below Q8_0 already are rounded once more."""
+        return any(requantized(m.tensor.dtype, t.type) for t in self.tensors for m in t.matrices)
+
+    @property
+    def as_it_was(self) -> bool:
+        """True if every tensor keeps the bytes of a GGUF file."""
+        return isinstance(self.source, GgufSource) and all(t.source_type == t.type.name for t in self.tensors)
 
     def with_importance(self, matrix: ImportanceMatrix) -> tuple["Plan", Coverage]:
         """The same plan with a matrix for its quantizers, and what the matrix does not cover.
@@ -157,7 +170,7 @@ class Plan:
     def as_json(self) -> dict[str, Any]:
         """The plan for scripts: shapes as `ne`, sizes in bytes, offsets in bytes from the start of the data section."""
         return {
-            "source": str(self.checkpoint.folder),
+            "source": str(self.source.path),
             "type": self.choice.name,
             "recipe_sha256": self.choice.recipe.sha256 if self.choice.recipe else None,
             "rules": [str(rule) for rule in self.choice.rules],
@@ -199,21 +212,37 @@ def aligned(n: int) -> int:
     return -(-n // ALIGNMENT) * ALIGNMENT
 
 
-def plan_conversion(checkpoint: Checkpoint, choice: TypeChoice | None = None) -> Plan:
-    """Decides type, offset and size of every tensor of the file. Reads the norms of the checkpoint, no other data.
+def plan_conversion(source: Checkpoint | GgufSource, choice: TypeChoice | None = None) -> Plan:
+    """Decides type, offset and size of every tensor of the file. Reads the norms of a checkpoint, no other data.
 
     choice: None keeps the source's own precision. Raises InputError for tensors that are missing, extra or mis-shaped,
     FP8 without scale and the reverse, rules that cannot be honored (see `decide`), and norms that already hold 1 + w.
     """
-    mapped, left_out = map_tensors(checkpoint)
     choice = choice or TypeChoice()
+    if isinstance(source, GgufSource):
+        mapped, left_out = list(source.mapped), list[str]()
+    else:
+        mapped, left_out = map_tensors(source)
     tensors, notes = plan_tensors(mapped, choice)
-    check_norms(mapped)
-    plan = Plan(checkpoint, choice, tensors, tuple(left_out), (*checkpoint.warnings, *notes))
-    if choice.allow_lossy_indexer and not plan.lossy_indexer:
-        idle = "--allow-lossy-indexer changes nothing: no rule gives the index projections another type than F32"
-        return replace(plan, warnings=(*plan.warnings, idle))
-    return plan
+    if isinstance(source, Checkpoint):
+        check_norms(mapped, source.shards)
+    plan = Plan(source, choice, tensors, tuple(left_out), (*source.warnings, *notes))
+    return replace(plan, warnings=(*plan.warnings, *_leave_notes(plan)))
+
+
+def _leave_notes(plan: Plan) -> Iterator[str]:
+    """Leave that was given and changes nothing, and loss that no leave can undo."""
+    index = [t for t in plan.tensors if is_index_projection(t.name)]
+    if plan.choice.allow_lossy_indexer and all(t.type is TensorType.F32 for t in index):
+        yield "--allow-lossy-indexer changes nothing: no rule gives the index projections another type than F32"
+    if plan.choice.allow_requantize and not plan.requantized:
+        yield "--allow-requantize changes nothing: no tensor below Q8_0 gets another type"
+    lossy = [t for t in index if rounded(t.source_type)]
+    if lossy:
+        yield (
+            f"{len(lossy)} index projections of the source are rounded already ({lossy[0].name}: "
+            f"{lossy[0].source_type}): the file may read other blocks than the checkpoint; m3-check-selection tells"
+        )
 
 
 def plan_tensors(mapped: Sequence[MappedTensor], choice: TypeChoice) -> tuple[tuple[PlannedTensor, ...], list[str]]:

@@ -37,6 +37,9 @@ INDEX_PROJECTIONS: Final = "*.indexer.[qk]_proj.weight"
 INDEXER_ERROR: Final = (2.0**-11, 2.0**-18)
 HALF_TYPES: Final = (TensorType.F16, TensorType.BF16)
 
+#: Source dtypes that hold a model as it was published, or nearly: what is made from them was rounded once.
+FULL_DTYPES: Final = ("F32", "BF16", "F16", FP8, "Q8_0")
+
 # What takes the place of a type whose block does not divide the rows: a type of blocks of 32 with more bits per weight
 # (where there is one, the one with the same grid: Q4_1 for Q4_K, Q5_1 for Q5_K, IQ4_NL for IQ4_XS), then F16.
 FALLBACKS: Final = {
@@ -59,6 +62,7 @@ class TypeChoice:
     rules: tuple[Rule, ...] = ()  #: before those of the recipe
     strict: bool = False  #: a type whose block does not divide the rows is an error
     allow_lossy_indexer: bool = False
+    allow_requantize: bool = False  #: tensors below Q8_0 may get another type than F32
 
     @property
     def name(self) -> str:
@@ -106,13 +110,11 @@ def choose(type_name: str | None = None, recipe: Path | None = None, rules: Sequ
 def source_precision(dtypes: Sequence[str]) -> TensorType:
     """The smallest type that holds values of all these source dtypes exactly.
 
-    BF16 for BF16 and MXFP8, F16 for F16, F32 for F32 and for any mix of BF16 and F16.
+    BF16 for BF16 and MXFP8, F32 for any mix of others; each type of GGUF for itself.
     """
     if all(dtype in ("BF16", FP8) for dtype in dtypes):
         return TensorType.BF16
-    if all(dtype == "F16" for dtype in dtypes):
-        return TensorType.F16
-    return TensorType.F32
+    return TensorType[dtypes[0]] if len(dtypes) == 1 else TensorType.F32
 
 
 def always_f32(name: str) -> str | None:
@@ -125,12 +127,23 @@ def is_index_projection(name: str) -> bool:
     return fnmatchcase(name, INDEX_PROJECTIONS)
 
 
+def rounded(dtype: str) -> bool:
+    """True for the types of GGUF whose blocks share a scale."""
+    return dtype == "Q8_0" or dtype not in FULL_DTYPES
+
+
+def requantized(dtype: str, type_: TensorType) -> bool:
+    """True if a tensor that is below Q8_0 already would be rounded once more."""
+    return dtype not in FULL_DTYPES and type_.name not in (dtype, "F32")
+
+
 def decide(tensors: Sequence[MappedTensor], choice: TypeChoice) -> tuple[list[Decision], list[str]]:
     """The type of every tensor, in order, and notes on rules that decide nothing.
 
     A type whose block does not divide the rows gives the next one of FALLBACKS that does, or F16, with a note. Raises
     InputError for that under `strict`, for a rule that matches no tensor, one that would make an always-F32 tensor
-    something else, and one that would round index projections without leave.
+    something else, one that would round index projections without leave, and tensors below Q8_0 that would get
+    another type than F32 without `allow_requantize`.
     """
     specs = [tensor.spec for tensor in tensors]
     recipe_rules = choice.recipe.rules if choice.recipe else ()
@@ -142,9 +155,24 @@ def decide(tensors: Sequence[MappedTensor], choice: TypeChoice) -> tuple[list[De
         notes = [f"{t.spec.name}: {d.note}" for t, d in zip(tensors, decisions, strict=True) if d.note]
         if notes:
             raise InputError(f"--strict: {len(notes)} tensors would fall back: {listed(notes, 2)}")
+    if not choice.allow_requantize:
+        _check_requantized(tensors, decisions)
     n = len(choice.rules)
     # Apart: that --rule takes tensors from the recipe is what it is for.
     return decisions, [*_shadowed(matched[:n]), *_shadowed(matched[n:])]
+
+
+def _check_requantized(tensors: Sequence[MappedTensor], decisions: Sequence[Decision]) -> None:
+    twice = [
+        f"{t.spec.name} ({t.source_dtypes[0]} -> {d.type.name})"
+        for t, d in zip(tensors, decisions, strict=True)
+        if any(requantized(dtype, d.type) for dtype in t.source_dtypes)
+    ]
+    if twice:
+        raise InputError(
+            f"{len(twice)} tensors of the source are below Q8_0 already: {listed(twice, 2)}: rounded twice they would "
+            "lose more; take the checkpoint, or give --allow-requantize"
+        )
 
 
 def _shadowed(matched: Sequence[tuple[Rule, frozenset[str]]]) -> list[str]:

@@ -43,6 +43,11 @@ class SourceMatrix:
     scale: SourceTensor | None = None
 
     @property
+    def sources(self) -> tuple[SourceTensor, ...]:
+        """The tensor, and its scales if it has any."""
+        return (self.tensor,) if self.scale is None else (self.tensor, self.scale)
+
+    @property
     def rows(self) -> int:
         return prod(self.tensor.shape[:-1])
 

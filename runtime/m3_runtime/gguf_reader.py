@@ -102,6 +102,11 @@ class Metadata(Mapping[str, Value]):
         scalar: Value = values[0]
         return scalar
 
+    def types(self, key: str) -> tuple[int, int]:
+        """GGUF's number of the type of a value, and of its elements: the same number unless it is a list."""
+        kv = self._kv[key]
+        return int(kv.type), int(kv.element_type)
+
     def close(self) -> None:
         """Forgets the keys, whose values lie in the file."""
         self._kv.clear()

@@ -338,7 +338,7 @@ def test_sides_that_are_no_models(tiny_gguf, m3_check_selection, tmp_path):
     (tmp_path / "noise.gguf").write_bytes(b"not a GGUF file at all, but long enough")
     (tmp_path / "half.gguf").write_bytes(tiny_gguf.read_bytes()[:-4000])
     for name, message in (
-        ("absent", "expected a checkpoint folder or a GGUF file, found nothing"),
+        ("absent", "expected a checkpoint folder, a GGUF file or an id on the Hub (owner/name), found nothing"),
         ("empty", "config.json"),
         ("noise.gguf", "not a GGUF file"),
         ("half.gguf", "truncated"),

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from checkpoint_tensors import write_json
 from m3_convert.checkpoint import load_checkpoint
 from m3_convert.gguf_file import check_header, header_bytes
-from m3_convert.metadata import build_metadata
+from m3_convert.metadata import plan_metadata
 from m3_convert.plan import FILE_TYPES, plan_conversion
 from m3_convert.precision import choose
 from m3_convert.vocabulary import load_vocabulary
@@ -77,7 +77,7 @@ EXPERTS = ["ffn_gate_exps", "ffn_down_exps", "ffn_up_exps", "ffn_down_shexp", "f
 
 def header(folder: Path, default: str = "auto", *rules: str, name: str | None = None) -> bytes:
     plan = plan_conversion(load_checkpoint(folder, name), choose(default, rules=rules))
-    return header_bytes(plan, build_metadata(plan, load_vocabulary(folder, plan.checkpoint.config)))
+    return header_bytes(plan, plan_metadata(plan)[0])
 
 
 @pytest.fixture
