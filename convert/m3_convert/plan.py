@@ -94,6 +94,7 @@ class Plan:
     left_out: tuple[str, ...]  #: source tensors that are not converted (vision part)
     warnings: tuple[str, ...]
     importance: ImportanceMatrix | None = None  #: fitted to the tensors
+    coverage: Coverage | None = None  #: of `importance`
 
     @property
     def data_bytes(self) -> int:
@@ -135,8 +136,8 @@ class Plan:
         """True if every tensor keeps the bytes of a GGUF file."""
         return isinstance(self.source, GgufSource) and all(t.source_type == t.type.name for t in self.tensors)
 
-    def with_importance(self, matrix: ImportanceMatrix) -> tuple["Plan", Coverage]:
-        """The same plan with a matrix for its quantizers, and what the matrix does not cover.
+    def with_importance(self, matrix: ImportanceMatrix) -> "Plan":
+        """The same plan with a matrix for its quantizers.
 
         Raises InputError if it was made for another model. Token embeddings are looked up, not multiplied: they have
         no importance.
@@ -147,7 +148,7 @@ class Plan:
             if t.type not in EXACT_TYPES and t.name != "token_embd.weight"
         }
         fitted, coverage = matrix.fitted(shapes)
-        return replace(self, importance=fitted), coverage
+        return replace(self, importance=fitted, coverage=coverage)
 
     def check_importance(self) -> None:
         """Raises InputError if a tensor gets a type that cannot be written without importance that is not there."""
@@ -178,6 +179,7 @@ class Plan:
             "tensors": [tensor_json(t) for t in self.tensors],
             "left_out": list(self.left_out),
             "warnings": list(self.warnings),
+            "importance": self.coverage.as_json() if self.coverage else None,
             "data_bytes": self.data_bytes,
             "bytes_by_type": self.bytes_by_type(),
         }

@@ -37,7 +37,7 @@ extern "C" {
 
 /* [declarations] The part down to [end of declarations] is free of macros and is read by cffi as it stands. */
 
-#define M3_ABI_VERSION 3
+#define M3_ABI_VERSION 4
 
 /* Limits. A file or an option beyond them is refused by name. */
 #define M3_MAX_LAYERS 1024
@@ -318,10 +318,11 @@ const char *m3_model_isa_name(const m3_model *model);      /* "scalar", "avx2", 
 
 typedef struct m3_session m3_session;
 
-/* What eval records for m3_session_blocks, m3_session_block_scores and m3_session_importance. */
+/* What eval records for m3_session_blocks, m3_session_block_scores, m3_session_importance and m3_session_mass. */
 #define M3_RECORD_BLOCKS 1
 #define M3_RECORD_SCORES 2
 #define M3_RECORD_IMPORTANCE 4
+#define M3_RECORD_MASS 8
 
 /* A page fresh from the pool is filled with NaN, so that a read of a row that no token wrote shows in the
  * result. For tests. */
@@ -331,21 +332,21 @@ typedef struct m3_session_options {
   uint32_t struct_size;
   int32_t sequences;   /* 1 to M3_MAX_SEQUENCES; 0 is 1 */
   int64_t context;     /* tokens that one sequence can hold; at least 1 */
-  int32_t kv_type;     /* F32, F16 or BF16 (M3_TYPE_F32 is 0) */
-  int32_t index_type;  /* F32, F16 or BF16 */
+  int32_t kv_type;     /* F32 (which is 0), F16, BF16, or Q8_0 and Q4_0 where 32 divides head_dim */
+  int32_t index_type;  /* the same for index_dim */
   int32_t attention;   /* an m3_attention */
   int32_t n_threads;   /* 0 takes all cores (see M3_FEW_THREADS). The result does not depend on it */
   int32_t chunk;       /* rows evaluated together, 0 is 512. The result does not depend on it */
-  int32_t layer_first; /* layers [layer_first, layer_first + layer_count); a count of 0 is all from layer_first */
-  int32_t layer_count;
-  uint32_t record;    /* M3_RECORD_ bits */
-  uint32_t flags;     /* M3_SESSION_ bits */
-  uint64_t page_seed; /* 0: pages are taken in order; else in an order shuffled by it. The result is the same */
+  int32_t layer_first; /* layers [layer_first, layer_first + layer_count); a count of 0 is all from layer_first. A */
+  int32_t layer_count; /* window at n_layer has no layer: hidden states go through output norm and head only */
+  uint32_t record;     /* M3_RECORD_ bits */
+  uint32_t flags;      /* M3_SESSION_ bits */
+  uint64_t page_seed;  /* 0: pages are taken in order; else in an order shuffled by it. The result is the same */
 } m3_session_options;
 
 /* Bytes that a session takes. Address space is reserved when the session opens; cache pages cost memory when
- * first written. What an eval records comes on top: n_tokens * n_index_head * 4 * (top_k for blocks, and the number of
- * blocks for scores) in each sparse layer. */
+ * first written. What an eval records comes on top, in each sparse layer: n_tokens * 4 * (n_index_head * top_k for
+ * blocks, n_index_head * number of blocks for scores, n_head * top_k for masses). */
 typedef struct m3_memory {
   uint64_t kv_bytes;
   uint64_t index_bytes;
@@ -384,6 +385,12 @@ typedef struct m3_batch {
   const m3_span *spans; /* [n_spans] */
   float *out;           /* float32, shape by `output`, owned by the caller */
   int64_t out_count;    /* elements that `out` holds; must be what `output` asks for */
+  /* Lists that the sparse layers of the window read in place of the selected ones, which are then not computed, or
+   * NULL: [sparse layers, n_tokens, n_index_head, top_k] as m3_session_blocks gives them: at least one block,
+   * ascending, none beyond the row's own, padded with -1. They are what is recorded as blocks. Not in dense attention.
+   */
+  const int32_t *blocks;
+  int64_t blocks_count; /* elements of `blocks` */
 } m3_batch;
 
 /* Runs the window's layers over the batch and appends its rows to the sequences. Rows see their own sequence
@@ -416,6 +423,11 @@ m3_status m3_session_blocks(const m3_session *session, int32_t layer, int32_t *d
  * -infinity for blocks that the row cannot see. */
 m3_status m3_session_block_scores(const m3_session *session, int32_t layer, float *dst, int64_t count, m3_error *err);
 int64_t m3_session_n_blocks(const m3_session *session); /* that n_blocks; 0 before the first eval */
+
+/* Attention masses of the last eval, with M3_RECORD_MASS: float32 [n_tokens, n_head, top_k], the share of its softmax
+ * that a query head gives to the tokens of each block of the list of its index head (head / (n_head / n_index_head)); 0
+ * for padding. The shares of a head add up to 1 within rounding. */
+m3_status m3_session_mass(const m3_session *session, int32_t layer, float *dst, int64_t count, m3_error *err);
 
 /* What a weight matrix was multiplied with, summed over all evals of the session. */
 typedef struct m3_importance {

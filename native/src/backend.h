@@ -114,6 +114,7 @@ typedef struct m3_attend_params {
   m3_layer_cache cache;
   const int32_t *blocks; /* [n, n_head_kv, top_k] or NULL */
   float *out;            /* [n, n_head * head_dim] */
+  float *mass;           /* out [n, n_head, top_k] share of the softmax of each listed block, 0 for padding; or NULL */
 } m3_attend_params;
 
 /* hidden += projection of x. */

@@ -65,7 +65,7 @@ static m3_status alloc_pages(m3_cache *c, void **out, uint64_t page_bytes, int32
 }
 
 static m3_status alloc_layers(m3_cache *c, const m3_cache_options *o, const cache_sizes *s, m3_error *err) {
-  c->layers = calloc((size_t)o->layer_count, sizeof *c->layers);
+  c->layers = calloc((size_t)o->layer_count + 1, sizeof *c->layers); /* a window without layers is no NULL */
   if (!c->layers) return m3_fail_memory(err, (uint64_t)o->layer_count * sizeof *c->layers, "the cache");
   for (int32_t i = 0; i < o->layer_count; i++) {
     m3_layer_cache *l = &c->layers[i];

@@ -38,20 +38,33 @@ static void record(m3_session *s, int32_t layer, int64_t first, int32_t n) {
   const m3_backend *b = s->model->backend;
   int32_t i = layer - s->options.layer_first;
   int64_t list = (int64_t)h->n_index_head * h->top_k, scores = h->n_index_head * s->last_blocks;
+  int64_t masses = (int64_t)h->n_head * h->top_k;
   if (s->options.record & M3_RECORD_BLOCKS)
     b->download(s->blocks[i] + first * list, s->scratch.blocks, (uint64_t)(n * list) * sizeof(int32_t));
   if (s->options.record & M3_RECORD_SCORES)
     b->download(s->block_scores[i] + first * scores, s->scores, (uint64_t)(n * scores) * sizeof(float));
+  if (s->options.record & M3_RECORD_MASS)
+    b->download(s->masses[i] + first * masses, s->mass, (uint64_t)(n * masses) * sizeof(float));
 }
 
-static m3_status attention(m3_session *s, const m3_context *c, const m3_rows *rows, int32_t layer, int64_t first,
-                           m3_error *err) {
+/* Lists that the batch gives in place of selected ones, of the layer of that number among the window's sparse ones. */
+static void upload_blocks(m3_session *s, const m3_batch *batch, int32_t layer, int64_t first, int32_t n) {
+  const m3_hparams *h = &s->model->hparams;
+  int32_t dense = h->n_dense_layer > s->options.layer_first ? h->n_dense_layer : s->options.layer_first;
+  int64_t list = (int64_t)h->n_index_head * h->top_k;
+  s->model->backend->upload(s->scratch.blocks, batch->blocks + ((layer - dense) * batch->n_tokens + first) * list,
+                            (uint64_t)(n * list) * sizeof(int32_t));
+}
+
+static m3_status attention(m3_session *s, const m3_context *c, const m3_batch *batch, const m3_rows *rows,
+                           int32_t layer, int64_t first, m3_error *err) {
   const m3_backend *b = s->model->backend;
   const m3_layer *l = &s->model->layers[layer];
   m3_layer_cache cache = s->cache.layers[layer - s->options.layer_first];
   b->prepare(c, &(m3_prepare_params){l, rows, s->hidden, cache});
   const int32_t *blocks = NULL;
-  if (cache.index) {
+  bool given = cache.index && batch->blocks;
+  if (cache.index && (!given || s->options.record & M3_RECORD_SCORES)) {
     int64_t longest = 0;
     for (int32_t r = 0; r < rows->n; r++)
       if (rows->pos[r] > longest) longest = rows->pos[r];
@@ -62,10 +75,12 @@ static m3_status attention(m3_session *s, const m3_context *c, const m3_rows *ro
                           .max_blocks = longest / s->model->hparams.block_size + 1,
                           .scores = s->options.record & M3_RECORD_SCORES ? s->scores : NULL};
     if (!b->select(c, &p)) return not_finite(s, layer, "an index score", err);
-    record(s, layer, first, rows->n);
-    blocks = s->scratch.blocks;
   }
-  b->attend(c, &(m3_attend_params){rows, cache, blocks, s->scratch.attended});
+  if (given) upload_blocks(s, batch, layer, first, rows->n);
+  if (cache.index) blocks = s->scratch.blocks;
+  bool mass = blocks && s->options.record & M3_RECORD_MASS;
+  b->attend(c, &(m3_attend_params){rows, cache, blocks, s->scratch.attended, mass ? s->mass : NULL});
+  if (blocks) record(s, layer, first, rows->n);
   b->output(c, &(m3_output_params){&l->w[M3_ATTN_OUTPUT], s->scratch.attended, rows->n, s->hidden});
   return M3_OK;
 }
@@ -147,7 +162,7 @@ m3_status m3_forward_chunk(m3_session *s, const m3_batch *batch, int64_t first, 
   for (int32_t layer = s->options.layer_first; layer < end; layer++) {
     if (atomic_load(&s->cancel)) return m3_fail(err, M3_ERROR_CANCELLED, "the evaluation was cancelled");
     if (s->inputs) c.inputs = s->inputs + (layer - s->options.layer_first) * M3_INPUTS;
-    m3_status status = attention(s, &c, &rows, layer, first, err);
+    m3_status status = attention(s, &c, batch, &rows, layer, first, err);
     if (!status) status = feed_forward(s, &c, layer, n, err);
     if (status) return status;
     if (!b->finite(&c, s->hidden, (int64_t)n * h->n_embd)) return not_finite(s, layer, "its output", err);

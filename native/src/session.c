@@ -13,11 +13,19 @@
 
 /* ---------------------------------------------------------------------------------------------- options */
 
-static m3_status check_cache_type(int32_t type, const char *option, m3_error *err) {
-  if (type == M3_TYPE_F32 || type == M3_TYPE_F16 || type == M3_TYPE_BF16) return M3_OK;
+/* width: elements of a row. */
+static m3_status check_cache_type(int32_t type, int64_t width, const char *option, m3_error *err) {
+  static const int32_t known[] = {M3_TYPE_F32, M3_TYPE_F16, M3_TYPE_BF16, M3_TYPE_Q8_0, M3_TYPE_Q4_0};
   const char *name = m3_any_type_name(type);
-  return m3_fail(err, M3_ERROR_ARGUMENT, "%s %s (%d): F32, F16 and BF16 are supported", option, name ? name : "?",
-                 (int)type);
+  bool found = false;
+  for (size_t i = 0; i < sizeof known / sizeof *known; i++) found |= known[i] == type;
+  if (!found)
+    return m3_fail(err, M3_ERROR_ARGUMENT, "%s %s (%d): F32, F16, BF16, Q8_0 and Q4_0 are supported", option,
+                   name ? name : "?", (int)type);
+  if (m3_row_bytes(type, width) < 0)
+    return m3_fail(err, M3_ERROR_ARGUMENT, "%s %s: its rows have %" PRId64 " elements, no multiple of %" PRId64, option,
+                   name, width, m3_type_block_size(type));
+  return M3_OK;
 }
 
 static m3_status check_range(const char *option, int64_t value, int64_t low, int64_t high, m3_error *err) {
@@ -43,15 +51,18 @@ static m3_status complete_options(const m3_model *m, const m3_session_options *i
   if (!status) status = m3_resolve_threads(o->n_threads, &o->n_threads, err);
   if (!status) status = check_range("chunk", o->chunk, 1, MAX_CHUNK, err);
   if (!status) status = check_range("attention", o->attention, M3_ATTENTION_SPARSE, M3_ATTENTION_DENSE, err);
-  if (!status) status = check_range("layer_first", o->layer_first, 0, m->hparams.n_layer - 1, err);
-  if (!status) status = check_range("layer_count", o->layer_count, 1, m->hparams.n_layer - o->layer_first, err);
-  if (!status)
-    status = check_range("record", o->record, 0, M3_RECORD_BLOCKS | M3_RECORD_SCORES | M3_RECORD_IMPORTANCE, err);
+  if (!status) status = check_range("layer_first", o->layer_first, 0, m->hparams.n_layer, err);
+  int32_t left = m->hparams.n_layer - o->layer_first;
+  if (!status) status = check_range("layer_count", o->layer_count, left ? 1 : 0, left, err);
+  if (!status) status = check_range("record", o->record, 0, 2 * M3_RECORD_MASS - 1, err);
+  if (!status && !left && o->record)
+    status = m3_fail(err, M3_ERROR_ARGUMENT, "record is %u, but a window at layer %d has no layer to record", o->record,
+                     (int)o->layer_first);
   if (!status && o->record & M3_RECORD_IMPORTANCE && !m->backend->head_input)
     status = m3_fail(err, M3_ERROR_UNSUPPORTED, "backend %s does not record importance; cpu does", m->backend->name);
   if (!status) status = check_range("flags", o->flags, 0, M3_SESSION_POISON, err);
-  if (!status) status = check_cache_type(o->kv_type, "kv_type", err);
-  if (!status) status = check_cache_type(o->index_type, "index_type", err);
+  if (!status) status = check_cache_type(o->kv_type, m->hparams.head_dim, "kv_type", err);
+  if (!status) status = check_cache_type(o->index_type, m->hparams.index_dim, "index_type", err);
   /* A chunk longer than everything the session can hold would only cost memory. */
   if (!status && o->chunk > o->context * o->sequences) o->chunk = (int32_t)(o->context * o->sequences);
   return status;
@@ -97,6 +108,7 @@ static int list_buffers(m3_session *s, const m3_model *m, const m3_session_optio
   w->n_threads = o->n_threads;
   w->thread_floats = m->backend->thread_floats(h, blocks);
   bool scores = o->record & M3_RECORD_SCORES, importance = o->record & M3_RECORD_IMPORTANCE;
+  bool mass = o->record & M3_RECORD_MASS;
   int64_t sums = importance ? m3_importance_doubles(h, o->layer_first, o->layer_count) : 0;
   const buffer all[] = {
       {(void **)&w->normed, rows * h->n_embd, sizeof(float), false},
@@ -125,6 +137,7 @@ static int list_buffers(m3_session *s, const m3_model *m, const m3_session_optio
       {(void **)&s->row_seq, rows, sizeof(int32_t), true},
       {(void **)&s->row_pos, rows, sizeof(int64_t), true},
       {(void **)&s->scores, scores ? rows * h->n_index_head * blocks : 0, sizeof(float), false},
+      {(void **)&s->mass, mass ? rows * h->n_head * h->top_k : 0, sizeof(float), false},
       {(void **)&s->sums, sums, sizeof(double), false},
       {(void **)&s->sums_before, sums, sizeof(double), false},
       {(void **)&s->inputs, importance ? (int64_t)o->layer_count * M3_INPUTS : 0, sizeof(m3_input_sums), true},
@@ -179,9 +192,11 @@ m3_status m3_session_open(m3_model *m, const m3_session_options *options, m3_ses
   if (!s) return m3_fail_memory(err, sizeof *s, "a session");
   s->model = m;
   s->options = o;
-  s->blocks = calloc((size_t)o.layer_count, sizeof *s->blocks);
-  s->block_scores = calloc((size_t)o.layer_count, sizeof *s->block_scores);
-  if (!s->blocks || !s->block_scores) status = m3_fail_memory(err, (uint64_t)o.layer_count * 16, "a session");
+  size_t records = (size_t)o.layer_count + 1; /* a window without layers is no NULL */
+  s->blocks = calloc(records, sizeof *s->blocks);
+  s->block_scores = calloc(records, sizeof *s->block_scores);
+  s->masses = calloc(records, sizeof *s->masses);
+  if (!s->blocks || !s->block_scores || !s->masses) status = m3_fail_memory(err, records * 24, "a session");
   if (!status) status = alloc_buffers(s, err);
   if (!status && s->inputs) m3_importance_lay_out(&m->hparams, o.layer_first, o.layer_count, s->sums, s->inputs);
   m3_cache_options c = cache_options(m, &o);
@@ -198,6 +213,7 @@ static void free_records(m3_session *s) {
   for (int32_t i = 0; i < s->options.layer_count; i++) {
     if (s->blocks) free(s->blocks[i]), s->blocks[i] = NULL;
     if (s->block_scores) free(s->block_scores[i]), s->block_scores[i] = NULL;
+    if (s->masses) free(s->masses[i]), s->masses[i] = NULL;
   }
 }
 
@@ -206,6 +222,7 @@ void m3_session_close(m3_session *s) {
   free_records(s);
   free(s->blocks);
   free(s->block_scores);
+  free(s->masses);
   m3_cache_close(&s->cache);
   free_buffers(s);
   free(s);
@@ -261,6 +278,42 @@ static m3_status check_output(const m3_session *s, const m3_batch *b, m3_error *
   return M3_OK;
 }
 
+/* A list as select gives them: ascending, what the row can see, and padded at the end. */
+static bool is_list(const int32_t *list, int32_t top_k, int64_t last) {
+  int32_t n = 0;
+  while (n < top_k && list[n] >= 0) n++;
+  for (int32_t i = 0; i < top_k; i++)
+    if (i < n ? list[i] > last || (i && list[i] <= list[i - 1]) : list[i] != -1) return false;
+  return n > 0;
+}
+
+/* Given block lists. */
+static m3_status check_blocks(const m3_session *s, const m3_batch *b, m3_error *err) {
+  if (!b->blocks) return M3_OK;
+  const m3_hparams *h = &s->model->hparams;
+  int32_t sparse = 0;
+  for (int32_t i = 0; i < s->options.layer_count; i++) sparse += s->cache.layers[i].index != NULL;
+  if (!sparse)
+    return m3_fail(err, M3_ERROR_ARGUMENT, "blocks are given, and the window reads every token (dense attention)");
+  int64_t want = sparse * b->n_tokens * h->n_index_head * h->top_k;
+  if (b->blocks_count != want)
+    return m3_fail(err, M3_ERROR_ARGUMENT, "blocks: %" PRId64 " values, expected %" PRId64, b->blocks_count, want);
+  const int32_t *list = b->blocks;
+  for (int32_t layer = 0; layer < sparse; layer++)
+    for (int32_t i = 0; i < b->n_spans; i++)
+      for (int64_t row = 0; row < b->spans[i].n; row++) {
+        int64_t pos = s->cache.sequences[b->spans[i].seq].length + row;
+        for (int32_t head = 0; head < h->n_index_head; head++, list += h->top_k)
+          if (!is_list(list, h->top_k, pos / h->block_size))
+            return m3_fail(err, M3_ERROR_ARGUMENT,
+                           "blocks: the list of position %" PRId64
+                           ", head %d, starting with %d: expected ascending "
+                           "blocks up to %" PRId64 ", at least one, padded with -1",
+                           pos, (int)head, (int)list[0], pos / h->block_size);
+      }
+  return M3_OK;
+}
+
 /* What behind the layers the batch needs. */
 static m3_end end_of(const m3_session *s, const m3_batch *b) {
   if (b->output != M3_OUTPUT_HIDDEN) return M3_END_HEAD;
@@ -276,6 +329,7 @@ static m3_status check_batch(const m3_session *s, const m3_batch *b, m3_error *e
   m3_status status = check_spans(s, b, err);
   if (!status) status = check_input(s, b, err);
   if (!status) status = check_output(s, b, err);
+  if (!status) status = check_blocks(s, b, err);
   if (!status) status = m3_check_bound(s->model, s->options.layer_first, s->options.layer_count, end_of(s, b), err);
   return status;
 }
@@ -301,11 +355,14 @@ static m3_status open_records(m3_session *s, const m3_batch *b, m3_error *err) {
   for (int32_t i = 0; i < s->options.layer_count; i++) {
     if (!s->cache.layers[i].index) continue;
     uint64_t list_bytes = lists * (uint64_t)h->top_k * sizeof(int32_t),
-             score_bytes = lists * (uint64_t)s->last_blocks * sizeof(float);
+             score_bytes = lists * (uint64_t)s->last_blocks * sizeof(float),
+             mass_bytes = (uint64_t)b->n_tokens * (uint64_t)h->n_head * (uint64_t)h->top_k * sizeof(float);
     if (s->options.record & M3_RECORD_BLOCKS && !(s->blocks[i] = malloc(list_bytes)))
       return m3_fail_memory(err, list_bytes, "the recorded block lists of a layer");
     if (s->options.record & M3_RECORD_SCORES && !(s->block_scores[i] = malloc(score_bytes)))
       return m3_fail_memory(err, score_bytes, "the recorded block scores of a layer");
+    if (s->options.record & M3_RECORD_MASS && !(s->masses[i] = malloc(mass_bytes)))
+      return m3_fail_memory(err, mass_bytes, "the recorded attention masses of a layer");
   }
   return M3_OK;
 }
@@ -390,11 +447,10 @@ m3_status m3_session_fork(m3_session *s, int32_t src, int32_t dst, m3_error *err
 
 /* ---------------------------------------------------------------------------------------------- taps */
 
-/* Finds the record of a layer; `n` gets its elements per row. */
-static m3_status find_record(const m3_session *s, int32_t layer, uint32_t bit, int64_t per_head, int64_t count,
+/* Checks that a record of a layer is there and has `count` values, per_row in each row. */
+static m3_status find_record(const m3_session *s, int32_t layer, uint32_t bit, int64_t per_row, int64_t count,
                              m3_error *err) {
-  const m3_hparams *h = &s->model->hparams;
-  const char *what = bit == M3_RECORD_BLOCKS ? "blocks" : "scores";
+  const char *what = bit == M3_RECORD_BLOCKS ? "blocks" : bit == M3_RECORD_SCORES ? "scores" : "masses";
   int32_t end = s->options.layer_first + s->options.layer_count;
   if (!(s->options.record & bit)) return m3_fail(err, M3_ERROR_ARGUMENT, "the session does not record %s", what);
   if (layer < s->options.layer_first || layer >= end)
@@ -404,7 +460,7 @@ static m3_status find_record(const m3_session *s, int32_t layer, uint32_t bit, i
     return m3_fail(err, M3_ERROR_ARGUMENT, "layer %d reads every token (dense attention): it selects no blocks",
                    (int)layer);
   if (!s->last_rows) return m3_fail(err, M3_ERROR_ARGUMENT, "nothing is recorded: no eval has succeeded yet");
-  int64_t want = s->last_rows * h->n_index_head * per_head;
+  int64_t want = s->last_rows * per_row;
   if (count != want)
     return m3_fail(err, M3_ERROR_ARGUMENT, "%s of layer %d: %" PRId64 " values, room for %" PRId64, what, (int)layer,
                    want, count);
@@ -412,14 +468,23 @@ static m3_status find_record(const m3_session *s, int32_t layer, uint32_t bit, i
 }
 
 m3_status m3_session_blocks(const m3_session *s, int32_t layer, int32_t *dst, int64_t count, m3_error *err) {
-  m3_status status = find_record(s, layer, M3_RECORD_BLOCKS, s->model->hparams.top_k, count, err);
+  const m3_hparams *h = &s->model->hparams;
+  m3_status status = find_record(s, layer, M3_RECORD_BLOCKS, (int64_t)h->n_index_head * h->top_k, count, err);
   if (!status) memcpy(dst, s->blocks[layer - s->options.layer_first], (size_t)count * sizeof *dst);
   return status;
 }
 
 m3_status m3_session_block_scores(const m3_session *s, int32_t layer, float *dst, int64_t count, m3_error *err) {
-  m3_status status = find_record(s, layer, M3_RECORD_SCORES, s->last_blocks, count, err);
+  int64_t per_row = s->model->hparams.n_index_head * s->last_blocks;
+  m3_status status = find_record(s, layer, M3_RECORD_SCORES, per_row, count, err);
   if (!status) memcpy(dst, s->block_scores[layer - s->options.layer_first], (size_t)count * sizeof *dst);
+  return status;
+}
+
+m3_status m3_session_mass(const m3_session *s, int32_t layer, float *dst, int64_t count, m3_error *err) {
+  const m3_hparams *h = &s->model->hparams;
+  m3_status status = find_record(s, layer, M3_RECORD_MASS, (int64_t)h->n_head * h->top_k, count, err);
+  if (!status) memcpy(dst, s->masses[layer - s->options.layer_first], (size_t)count * sizeof *dst);
   return status;
 }
 

@@ -20,12 +20,13 @@ struct m3_session {
   float *picked;         /* [logit_rows, n_embd] rows whose logits are wanted, on the backend */
   int32_t *row_seq;      /* [chunk] */
   int64_t *row_pos;      /* [chunk] */
-  int32_t *host_blocks;  /* [chunk, n_index_head, top_k] */
   float *scores;         /* [chunk, n_index_head, blocks of the longest sequence] when scores are recorded */
+  float *mass;           /* [chunk, n_head, top_k] when masses are recorded */
   int64_t last_rows;     /* of the last eval */
   int64_t last_blocks;   /* blocks of its longest sequence */
   int32_t **blocks;      /* [layer_count] recorded lists [last_rows, n_index_head, top_k], NULL for dense layers */
   float **block_scores;  /* [layer_count] likewise [last_rows, n_index_head, last_blocks] */
+  float **masses;        /* [layer_count] likewise [last_rows, n_head, top_k] */
   double *sums;          /* when importance is recorded: of all evals, on the backend; see importance.h */
   double *sums_before;   /* as they were before the running eval */
   m3_input_sums *inputs; /* [layer_count][M3_INPUTS] places in sums; NULL when importance is not recorded */

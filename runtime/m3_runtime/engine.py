@@ -42,12 +42,13 @@ _RECORD = {
     "blocks": lib.M3_RECORD_BLOCKS,
     "scores": lib.M3_RECORD_SCORES,
     "importance": lib.M3_RECORD_IMPORTANCE,
+    "mass": lib.M3_RECORD_MASS,
 }
 _OUTPUT = {"last": lib.M3_OUTPUT_LAST, "all": lib.M3_OUTPUT_ALL, "hidden": lib.M3_OUTPUT_HIDDEN}
 
 DEVICES = tuple(_DEVICES)
 ISAS = tuple(_ISAS)
-CACHE_TYPES = ("f32", "f16", "bf16")  #: of K/V and of index keys
+CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")  #: of K/V and of index keys
 
 #: Seconds between looks at the progress of an evaluation, and the delay of Ctrl-C.
 _POLL = 0.1
@@ -107,13 +108,13 @@ class SessionOptions(TypedDict, total=False):
 
     context: int  #: tokens that one sequence can hold, default 4096
     sequences: int  #: default 1
-    kv_type: str  #: "f32", "f16" (default) or "bf16"
-    index_type: str  #: "f32" (default), "f16" or "bf16"
+    kv_type: str  #: one of CACHE_TYPES, default "f16"
+    index_type: str  #: one of CACHE_TYPES, default "f32"
     attention: str  #: "sparse" (default) or "dense"
     threads: int  #: 0 (default) takes all cores
     chunk: int  #: rows evaluated together, 0 (default) is 512
-    layers: tuple[int, int] | None  #: (first, count) of a layer window; None is the whole model
-    record: Sequence[str]  #: any of "blocks", "scores", "importance"
+    layers: tuple[int, int] | None  #: (first, count) of a layer window; (n_layer, 0): output norm and head; None: all
+    record: Sequence[str]  #: any of "blocks", "scores", "importance", "mass"
     poison: bool  #: fill fresh pages with NaN (for tests)
     page_seed: int  #: take pages in shuffled order (for tests)
 
@@ -310,6 +311,7 @@ class Session:
         parts: Sequence[tuple[int, ArrayLike]],
         *,
         output: Literal["last", "all", "hidden"] = "last",
+        blocks: ArrayLike | None = None,
         progress: Progress | None = None,
     ) -> Floats:
         """Runs the layer window over rows of several sequences: (seq, rows) pairs.
@@ -317,6 +319,8 @@ class Session:
         rows: ids int32 [n] if the window starts at layer 0, else hidden states float32 [n, n_embd]. Returns logits
         ("last": [parts, n_vocab], "all": [all rows, n_vocab]; the window must end with the last layer) or
         hidden states ("hidden": [all rows, n_embd]).
+        blocks: int32 [sparse layers of the window, all rows, index_heads, top_k], lists to read instead of the selected
+        ones, as `selected_blocks` gives them.
         """
         pointer, h = self._open_pointer(), self._model.hparams
         rows = [self._as_rows(part) for _, part in parts]
@@ -326,6 +330,10 @@ class Session:
         out = np.empty(shape, np.float32)
         lengths = [(seq, len(part)) for (seq, _), part in zip(parts, rows, strict=True)]
         batch, keep = self._batch(lengths, joined, out, _choose(_OUTPUT, output, "output"))
+        if blocks is not None:
+            lists = np.ascontiguousarray(blocks, np.int32)
+            batch.blocks, batch.blocks_count = ffi.from_buffer("int32_t[]", lists), lists.size
+            keep.append(lists)
         with self._exclusively() as held:
             before = [(seq, int(lib.m3_session_length(pointer, seq))) for seq, _ in parts]
             # The buffers travel with the work, which outlives an exception of `progress` until it is cancelled.
@@ -458,6 +466,18 @@ class Session:
         out = np.empty((self._rows, h.n_index_head, n_blocks), np.float32)
         target = ffi.from_buffer("float[]", out, require_writable=True)
         call(lib.m3_session_block_scores, self._open_pointer(), layer, target, out.size)
+        return out
+
+    def attention_mass(self, layer: int) -> Floats:
+        """Share of its softmax that each query head gave to each block of its list in the last evaluation.
+
+        float32 [n_ids, n_head, top_k]; query head i reads the list of index head i // (n_head / index_heads); 0 for
+        padding. Needs record=("mass",); InputError on a dense layer.
+        """
+        h = self._model.hparams
+        out = np.empty((self._rows, h.n_head, h.top_k), np.float32)
+        target = ffi.from_buffer("float[]", out, require_writable=True)
+        call(lib.m3_session_mass, self._open_pointer(), layer, target, out.size)
         return out
 
     def importance(self, tensor: str) -> tuple[NDArray[np.float64], NDArray[np.int64]]:

@@ -78,8 +78,11 @@ def test_an_expert_that_the_text_never_reached_falls_back_alone(matrix, m3_conve
     gap = dataclasses.replace(matrix, entries={**matrix.entries, EXPERTS: Entry(sums, counts)})
     for name, some in (("whole", matrix), ("gap", gap)):
         some.save(tmp_path / "m.gguf")
-        run = m3_convert(NANO, tmp_path / f"{name}.gguf", "--type", "q4_k_m", "--imatrix", tmp_path / "m.gguf")
+        run = m3_convert(
+            NANO, tmp_path / f"{name}.gguf", "--type", "q4_k_m", "--imatrix", tmp_path / "m.gguf", "--json"
+        )
         assert run.code == 0
+        assert run.json["importance"]["unreached"] == ({EXPERTS: [3]} if name == "gap" else {})
         assert ("1 expert matrices in 1 tensors were never reached" in run.err) == (name == "gap")
     assert m3_convert(NANO, tmp_path / "plain.gguf", "--type", "q4_k_m").code == 0
     whole, gap_values, plain = (values(tmp_path / f"{n}.gguf", EXPERTS) for n in ("whole", "gap", "plain"))

@@ -341,7 +341,7 @@ static void check_refusals(void) {
   CHECK(REFUSED("blk.0.attn_q.weight") && strstr(err.message, "does not record importance"), "%s", err.message);
   m3_session_close(s);
 #undef REFUSED
-  o = plain, o.record = 8, o.struct_size = sizeof o;
+  o = plain, o.record = 2 * M3_RECORD_MASS, o.struct_size = sizeof o;
   CHECK(m3_session_open(model, &o, &s, &err) == M3_ERROR_ARGUMENT, "an unknown record bit");
   m3_memory with, without;
   o.record = M3_RECORD_IMPORTANCE;

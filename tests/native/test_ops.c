@@ -3,7 +3,7 @@
  * precision written from the definition. */
 #include "definitions.h"
 
-enum { F32 = M3_TYPE_F32, F16 = M3_TYPE_F16, BF16 = M3_TYPE_BF16, Q8 = M3_TYPE_Q8_0 };
+enum { F32 = M3_TYPE_F32, F16 = M3_TYPE_F16, BF16 = M3_TYPE_BF16, Q8 = M3_TYPE_Q8_0, Q4 = M3_TYPE_Q4_0 };
 
 /* Sizes that most cases share; M3's head geometry or an odd one. */
 #define M3_HEADS .n_head = 8, .n_head_kv = 2, .head_dim = 128, .index_dim = 128, .n_rot = 64, .block_size = 128
@@ -45,6 +45,10 @@ static const op_case cases[] = {
      .weight_type = F16, .kv_type = F16, .index_type = F16},
     {"BF16 cache", M3_HEADS, SMALL_FFN, .top_k = 4, .local_blocks = 1, .n_sequences = 2, .n_rows = 2, .context = 700,
      .weight_type = BF16, .kv_type = BF16, .index_type = BF16},
+    {"Q8_0 cache", M3_HEADS, SMALL_FFN, .top_k = 4, .local_blocks = 1, .n_sequences = 2, .n_rows = 2, .context = 700,
+     .kv_type = Q8, .index_type = Q8},
+    {"Q4_0 cache", M3_HEADS, SMALL_FFN, .top_k = 4, .local_blocks = 1, .n_sequences = 1, .n_rows = 3, .context = 700,
+     .kv_type = Q4, .index_type = F16},
     {"Q8_0 weights", M3_HEADS, SMALL_FFN, .top_k = 4, .local_blocks = 1, .n_sequences = 1, .n_rows = 5, .context = 600,
      .weight_type = Q8, .kv_type = F16},
     {"Q8_0, odd rows fall to F16", ODD_HEADS, ODD_FFN, .top_k = 4, .local_blocks = 1, .n_sequences = 1, .n_rows = 2,
@@ -123,19 +127,22 @@ static void check_list(const world *w, const char *who, int32_t row, int32_t hea
         lowest_taken, highest_left);
 }
 
-/* Softmax attention of one query head over the tokens of the listed blocks (all blocks if list is NULL). */
-static void exact_attention(const world *w, int32_t row, int32_t head, const int32_t *list, double *out) {
+/* Softmax attention of one query head over the tokens of the listed blocks (all blocks if list is NULL), and the share
+ * of each listed block in it. */
+static void exact_attention(const world *w, int32_t row, int32_t head, const int32_t *list, double *out, double *mass) {
   const op_case *c = &w->c;
   int32_t kv_head = head / (c->n_head / c->n_head_kv);
   const float *q = w->scratch.q + ((int64_t)row * c->n_head + head) * c->head_dim;
   const int32_t *table = w->rows.tables[w->rows.seq[row]];
   double sum = 0;
   for (int32_t i = 0; i < c->head_dim; i++) out[i] = 0;
+  for (int32_t i = 0; i < c->top_k; i++) mass[i] = 0;
   for (int64_t pos = 0; pos <= w->rows.pos[row]; pos++) {
     int64_t block = pos / c->block_size;
-    bool read = !list;
-    for (int32_t i = 0; list && i < c->top_k; i++) read |= list[i] == block;
-    if (!read) continue;
+    int32_t place = -1;
+    for (int32_t i = 0; list && i < c->top_k; i++)
+      if (list[i] == block) place = i;
+    if (list && place < 0) continue;
     int64_t key = ((int64_t)table[block] * c->n_head_kv + kv_head) * c->block_size + pos % c->block_size;
     const float *k = read_row(c->kv_type, w->cache.k, key, c->head_dim);
     double score = 0;
@@ -143,21 +150,28 @@ static void exact_attention(const world *w, int32_t row, int32_t head, const int
     double p = exp(score / sqrt((double)c->head_dim)); /* scores here are far below the overflow of exp */
     const float *v = read_row(c->kv_type, w->cache.v, key, c->head_dim);
     sum += p;
+    if (place >= 0) mass[place] += p;
     for (int32_t i = 0; i < c->head_dim; i++) out[i] += p * (double)v[i];
   }
   for (int32_t i = 0; i < c->head_dim; i++) out[i] /= sum;
+  for (int32_t i = 0; i < c->top_k; i++) mass[i] /= sum;
 }
 
-static void check_attention(const world *w, const char *who, const int32_t *blocks, const float *got) {
+/* mass: as attend gave it, or NULL. */
+static void check_attention(const world *w, const char *who, const int32_t *blocks, const float *got,
+                            const float *mass) {
   const op_case *c = &w->c;
-  static double exact[M3_MAX_HEAD_DIM];
-  static float want[M3_MAX_HEAD_DIM];
+  static double exact[M3_MAX_HEAD_DIM], exact_mass[64];
+  static float want[M3_MAX_HEAD_DIM], want_mass[64];
   for (int32_t row = 0; row < w->n; row++)
     for (int32_t head = 0; head < c->n_head; head++) {
       int32_t kv_head = head / (c->n_head / c->n_head_kv);
-      exact_attention(w, row, head, blocks ? blocks + ((int64_t)row * c->n_head_kv + kv_head) * c->top_k : NULL, exact);
+      exact_attention(w, row, head, blocks ? blocks + ((int64_t)row * c->n_head_kv + kv_head) * c->top_k : NULL, exact,
+                      exact_mass);
       for (int32_t i = 0; i < c->head_dim; i++) want[i] = (float)exact[i];
       CHECK_CLOSE(who, got + ((int64_t)row * c->n_head + head) * c->head_dim, want, c->head_dim, 2e-5);
+      for (int32_t i = 0; i < c->top_k; i++) want_mass[i] = (float)exact_mass[i];
+      if (mass) CHECK_CLOSE("mass", mass + ((int64_t)row * c->n_head + head) * c->top_k, want_mass, c->top_k, 2e-6);
     }
 }
 
@@ -193,11 +207,17 @@ static void run_select_and_attend(const engine *e, world *w) {
   int64_t n = (int64_t)w->n * c->n_head * c->head_dim;
   float *out = keep(w, (size_t)n * sizeof(float));
   memset(out, 0xff, (size_t)n * sizeof(float)); /* NaN where nothing is written */
-  e->backend->attend(&x, &(m3_attend_params){&w->rows, w->cache, w->scratch.blocks, out});
-  check_attention(w, "sparse attention", w->scratch.blocks, out);
+  e->backend->attend(&x, &(m3_attend_params){&w->rows, w->cache, w->scratch.blocks, out, NULL});
+  check_attention(w, "sparse attention", w->scratch.blocks, out, NULL);
+  int64_t n_mass = (int64_t)w->n * c->n_head * c->top_k;
+  float *with_mass = keep(w, (size_t)n * sizeof(float)), *mass = keep(w, (size_t)n_mass * sizeof(float));
+  memset(mass, 0xff, (size_t)n_mass * sizeof(float));
+  e->backend->attend(&x, &(m3_attend_params){&w->rows, w->cache, w->scratch.blocks, with_mass, mass});
+  check_attention(w, "sparse attention with masses", w->scratch.blocks, with_mass, mass);
+  CHECK(memcmp(out, with_mass, (size_t)n * sizeof(float)) == 0, "%s: recording masses changed the result", c->name);
   memset(out, 0xff, (size_t)n * sizeof(float));
-  e->backend->attend(&x, &(m3_attend_params){&w->rows, w->cache, NULL, out});
-  check_attention(w, "dense attention", NULL, out);
+  e->backend->attend(&x, &(m3_attend_params){&w->rows, w->cache, NULL, out, NULL});
+  check_attention(w, "dense attention", NULL, out, NULL);
 }
 
 /* What an operation wrote, to be compared with the scalar code's. */
@@ -277,6 +297,8 @@ static double tolerance(const op_case *c, const result *r) {
   int32_t type = strcmp(r->what, "cached index k") == 0 ? c->index_type : c->kv_type;
   if (cached && type == F16) return 4e-3;
   if (cached && type == BF16) return 4e-2;
+  if (cached && type == Q8) return 1.01 * largest(r->values, r->n) / 127;
+  if (cached && type == Q4) return 1.01 * largest(r->values, r->n) / 8;
   return 1e-5 * (1 + largest(r->values, r->n));
 }
 

@@ -204,14 +204,16 @@ static void check_refusals(const int32_t *ids) {
         "rewind, fork and length out of range");
   CHECK(out[N * T_VOCAB] == 4242, "the guard after the output was overwritten");
   m3_session_close(s);
-  o = plain, o.kv_type = M3_TYPE_Q8_0;
+  o = plain, o.kv_type = M3_TYPE_Q4_K;
   CHECK(m3_session_open(model, &o, &s, &err) == M3_ERROR_ARGUMENT && !s, "a cache type that is not there");
   o = plain, o.context = M3_MAX_CONTEXT, o.sequences = M3_MAX_SEQUENCES;
   CHECK(m3_session_open(model, &o, &s, &err) == M3_ERROR_MEMORY && !s, "a cache of petabytes: %s", err.message);
   o = plain, o.context = 0;
   CHECK(m3_session_open(model, &o, &s, &err) == M3_ERROR_ARGUMENT, "an empty context");
-  o = plain, o.layer_first = T_LAYER;
-  CHECK(m3_session_open(model, &o, &s, &err) == M3_ERROR_ARGUMENT, "a window past the last layer");
+  o = plain, o.layer_first = T_LAYER + 1;
+  CHECK(m3_session_open(model, &o, &s, &err) == M3_ERROR_ARGUMENT, "a window past the head");
+  o = plain, o.layer_first = T_LAYER, o.record = M3_RECORD_BLOCKS;
+  CHECK(m3_session_open(model, &o, &s, &err) == M3_ERROR_ARGUMENT, "records of a window without layers");
 }
 
 /* Scores: the recorded lists are the best of the recorded scores. Dense mode records nothing and reads everything. */

@@ -23,8 +23,21 @@ static void norm_and_rotate(const m3_context *c, const m3_rows *rows, int32_t ro
   rotate(c->hparams, rows->cos + row * half, rows->sin + row * half, x);
 }
 
+static bool holds(const m3_type_traits *t, const float *x, int64_t n) {
+  bool held = true;
+  for (int64_t i = 0; i < n; i++) held &= fabsf(x[i]) <= t->largest;
+  return held;
+}
+
 static void store(int32_t type, const float *src, void *base, int64_t index, int64_t n) {
-  m3_traits(type)->from_f32(src, (char *)base + index * m3_row_bytes(type, n), n, NULL);
+  const m3_type_traits *t = m3_traits(type);
+  int64_t bytes = m3_row_bytes(type, n);
+  char *dst = (char *)base + index * bytes;
+  /* Encoders of blocks take only what their type holds. All bits set is NaN, which shows in what reads it. */
+  if (t->block > 1 && !holds(t, src, n))
+    memset(dst, 0xff, (size_t)bytes);
+  else
+    t->from_f32(src, dst, n, NULL);
 }
 
 /* Norms, rotation and cache write of one row. */
@@ -83,8 +96,10 @@ typedef struct softmax_state {
   float max, sum;
 } softmax_state;
 
-/* Turns raw products of one block into weights relative to the new maximum, and rescales what was summed. */
-static void absorb_scores(const m3_hparams *h, float *score, int64_t n, softmax_state *state, float *acc) {
+/* Turns raw products of one block into weights relative to the new maximum, and rescales what was summed. mass: sums
+ * of the `listed` blocks so far and room for this one, or NULL. */
+static void absorb_scores(const m3_hparams *h, float *score, int64_t n, softmax_state *state, float *acc, float *mass,
+                          int32_t listed) {
   float scale = 1.0f / sqrtf((float)h->head_dim), max = state->max;
   for (int64_t j = 0; j < n; j++) {
     score[j] *= scale;
@@ -93,11 +108,15 @@ static void absorb_scores(const m3_hparams *h, float *score, int64_t n, softmax_
   float shrink = expf(state->max - max);
   state->sum *= shrink;
   for (int32_t i = 0; i < h->head_dim; i++) acc[i] *= shrink;
+  float before = state->sum;
   for (int64_t j = 0; j < n; j++) {
     score[j] = expf(score[j] - max);
     state->sum += score[j];
   }
   state->max = max;
+  if (!mass) return;
+  for (int32_t i = 0; i < listed; i++) mass[i] *= shrink;
+  mass[listed] = state->sum - before;
 }
 
 static const float *block_rows(const m3_context *c, int32_t type, const void *base, int64_t first_row, int64_t n,
@@ -109,16 +128,18 @@ static const float *block_rows(const m3_context *c, int32_t type, const void *ba
   return converted;
 }
 
-/* Buffers of one (row, KV head): `group` query heads share the keys and values. */
+/* One (row, KV head) and its buffers: `group` query heads share the keys and values. */
 typedef struct attend_buffer {
   float *converted;     /* [block_size, head_dim] */
   float *score;         /* [group, block_size] */
   float *acc;           /* [group, head_dim] */
   softmax_state *state; /* [group] */
+  float *mass;          /* [group, top_k] or NULL */
 } attend_buffer;
 
+/* Adds block `block`, which is number `listed` of the list. */
 static void attend_block(const m3_context *c, const m3_attend_params *p, int32_t row, int32_t kv_head, int64_t block,
-                         attend_buffer *b) {
+                         int32_t listed, attend_buffer *b) {
   const m3_hparams *h = c->hparams;
   int32_t group = h->n_head / h->n_head_kv;
   int64_t dim = h->head_dim;
@@ -133,7 +154,8 @@ static void attend_block(const m3_context *c, const m3_attend_params *p, int32_t
     int64_t j = 0;
     for (; j + 4 <= n; j += 4) c->kernels->dot4(k + j * dim, dim, q, dim, score + j);
     for (; j < n; j++) score[j] = c->kernels->dot(k + j * dim, q, dim);
-    absorb_scores(h, score, n, &b->state[g], b->acc + g * dim);
+    absorb_scores(h, score, n, &b->state[g], b->acc + g * dim, b->mass ? b->mass + (int64_t)g * h->top_k : NULL,
+                  listed);
   }
   const float *v = block_rows(c, p->cache.kv_type, p->cache.v, first_row, n, b->converted);
   for (int32_t g = 0; g < group; g++)
@@ -148,15 +170,18 @@ static void attend_head(const m3_context *c, const m3_attend_params *p, int32_t 
   memset(b->acc, 0, (size_t)group * (size_t)h->head_dim * sizeof(float));
   for (int32_t g = 0; g < group; g++) b->state[g] = (softmax_state){-INFINITY, 0};
   int64_t visible = p->rows->pos[row] / h->block_size + 1;
+  b->mass = p->mass ? p->mass + ((int64_t)row * h->n_head + kv_head * group) * h->top_k : NULL;
+  if (b->mass) memset(b->mass, 0, (size_t)group * (size_t)h->top_k * sizeof(float));
   if (p->blocks) {
     const int32_t *list = p->blocks + ((int64_t)row * h->n_head_kv + kv_head) * h->top_k;
-    for (int32_t i = 0; i < h->top_k && list[i] >= 0; i++) attend_block(c, p, row, kv_head, list[i], b);
+    for (int32_t i = 0; i < h->top_k && list[i] >= 0; i++) attend_block(c, p, row, kv_head, list[i], i, b);
   } else {
-    for (int64_t block = 0; block < visible; block++) attend_block(c, p, row, kv_head, block, b);
+    for (int64_t block = 0; block < visible; block++) attend_block(c, p, row, kv_head, block, 0, b);
   }
   for (int32_t g = 0; g < group; g++) {
     float *out = p->out + ((int64_t)row * h->n_head + kv_head * group + g) * h->head_dim;
     for (int32_t i = 0; i < h->head_dim; i++) out[i] = b->acc[g * h->head_dim + i] / b->state[g].sum;
+    for (int32_t i = 0; b->mass && i < h->top_k; i++) b->mass[g * h->top_k + i] /= b->state[g].sum;
   }
 }
 
