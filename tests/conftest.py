@@ -1,11 +1,29 @@
-"""Small files that several tests read: made once for a run, in a temporary folder."""
+"""Small files that several tests read: made once for a run, in a temporary folder. And a Hub on this machine."""
 
+import atexit
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from hub_endpoint import HubEndpoint
 from make_checkpoint import make_checkpoint
 from tiny_model import TINY, convert
+
+# huggingface_hub reads these when it is imported: from here on no test can reach the real Hub.
+ENDPOINT = HubEndpoint()
+os.environ.update(ENDPOINT.environment)
+atexit.register(ENDPOINT.remove)
+
+
+@pytest.fixture
+def hub() -> Iterator[HubEndpoint]:
+    """An empty Hub, which every command in this process and its children will ask."""
+    ENDPOINT.reset()
+    ENDPOINT.start()
+    yield ENDPOINT
+    ENDPOINT.stop()
 
 
 @pytest.fixture(scope="session")

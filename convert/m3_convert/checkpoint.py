@@ -6,7 +6,7 @@ side cannot read BF16 or FP8, so the byte ranges are taken from the header and t
 
 import json
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -46,16 +46,28 @@ class Checkpoint:
     prefix: str  #: of the text tensors: "language_model." or ""
     warnings: tuple[str, ...] = ()
     shards: Shards = field(default_factory=LocalShards)
+    hub_id: str | None = None  #: if it lies on the Hub; `folder` is then its snapshot in the cache, without all shards
 
     @property
     def path(self) -> Path:
         """What messages name."""
-        return self.folder
+        return self.folder if self.hub_id is None else Path(self.hub_id)
 
     @property
     def files(self) -> tuple[Path, ...]:
         """What must not be written over."""
         return tuple(file for file in self.folder.iterdir() if file.is_file() and file.suffix != ".gguf")
+
+
+@dataclass(frozen=True)
+class CheckpointFiles:
+    """What a checkpoint is loaded from."""
+
+    path: Path  #: what messages name
+    folder: Path  #: where its small files lie: config.json, the index, the tokenizer
+    names: Collection[str]  #: of all its files
+    headers: Callable[[Sequence[str]], Iterable[list[SourceTensor]]]  #: the tensors of each of some shards
+    elsewhere: str = ""  #: why shards may be absent, if that is known
 
 
 def load_checkpoint(path: Path | str, name: str | None = None) -> Checkpoint:
@@ -69,22 +81,30 @@ def load_checkpoint(path: Path | str, name: str | None = None) -> Checkpoint:
     folder = Path(path)
     if not folder.is_dir():
         raise InputError(f"{folder}: expected a checkpoint folder, found {'a file' if folder.exists() else 'nothing'}")
-    config = load_config(folder / "config.json")
-    if (folder / INDEX_NAME).exists():
-        tensors, shards = _indexed_tensors(folder)
-    elif (folder / SINGLE_NAME).exists():
-        tensors, shards = {t.name: t for t in read_shard_header(folder / SINGLE_NAME)}, {SINGLE_NAME}
+    names = {p.name for p in folder.iterdir() if p.is_file()}
+    files = CheckpointFiles(folder, folder, names, lambda shards: (read_shard_header(folder / s) for s in shards))
+    return load_files(files, name or folder.resolve().name, LocalShards())
+
+
+def load_files(files: CheckpointFiles, name: str, shards: Shards) -> Checkpoint:
+    """The checkpoint that these files make. Raises InputError as `load_checkpoint` does."""
+    config = load_config(files.folder / "config.json")
+    if INDEX_NAME in files.names:
+        tensors, used = _indexed_tensors(files)
+    elif SINGLE_NAME in files.names:
+        tensors, used = {t.name: t for header in files.headers([SINGLE_NAME]) for t in header}, {SINGLE_NAME}
     else:
-        raise InputError(f"{folder}: expected {INDEX_NAME} or {SINGLE_NAME}, found neither")
-    unlisted = sorted(p.name for p in folder.glob("*.safetensors") if p.name not in shards)
-    warnings = (f"{folder}: not part of the checkpoint, left out: {listed(unlisted)}",) if unlisted else ()
+        raise InputError(f"{files.path}: expected {INDEX_NAME} or {SINGLE_NAME}, found neither")
+    unlisted = sorted(name for name in files.names if name.endswith(".safetensors") and name not in used)
+    warnings = (f"{files.path}: not part of the checkpoint, left out: {listed(unlisted)}",) if unlisted else ()
     return Checkpoint(
-        folder=folder,
-        name=name or folder.resolve().name,
+        folder=files.folder,
+        name=name,
         config=config,
         tensors=MappingProxyType(tensors),
         prefix=TEXT_PREFIX if f"{TEXT_PREFIX}model.embed_tokens.weight" in tensors else "",
         warnings=warnings,
+        shards=shards,
     )
 
 
@@ -95,8 +115,12 @@ def listed(names: Iterable[str], limit: int = 5) -> str:
     return text if len(names) <= limit else f"{text} and {len(names) - limit} more ({len(names)} in all)"
 
 
-def read_shard_header(path: Path) -> list[SourceTensor]:
-    """The tensors of one safetensors file in file order. Raises InputError if the file is not whole and valid."""
+def read_shard_header(path: Path, shard: Path | None = None) -> list[SourceTensor]:
+    """The tensors of one safetensors file in file order. Raises InputError if the file is not whole and valid.
+
+    shard: what tensors and messages name in place of `path`.
+    """
+    shard = path if shard is None else shard
     try:
         with safe_open(path, framework="numpy"):  # validates; the handle offers no byte offsets
             pass
@@ -105,16 +129,16 @@ def read_shard_header(path: Path) -> list[SourceTensor]:
             header = json.loads(file.read(n_header))
     except SafetensorError as error:
         size = path.stat().st_size
-        raise InputError(f"{path}: shard is damaged or truncated ({size} bytes): {error}") from error
+        raise InputError(f"{shard}: shard is damaged or truncated ({size} bytes): {error}") from error
     except OSError as error:
-        raise InputError(f"{path}: shard cannot be read: {error.strerror or error}") from error
+        raise InputError(f"{shard}: shard cannot be read: {error.strerror or error}") from error
     header.pop("__metadata__", None)
     tensors = [
         SourceTensor(
             name=name,
             dtype=entry["dtype"],
             shape=tuple(entry["shape"]),
-            shard=path,
+            shard=shard,
             offset=8 + n_header + entry["data_offsets"][0],
             n_bytes=entry["data_offsets"][1] - entry["data_offsets"][0],
         )
@@ -123,8 +147,8 @@ def read_shard_header(path: Path) -> list[SourceTensor]:
     return sorted(tensors, key=lambda t: t.offset)
 
 
-def _indexed_tensors(folder: Path) -> tuple[dict[str, SourceTensor], set[str]]:
-    index = folder / INDEX_NAME
+def _indexed_tensors(files: CheckpointFiles) -> tuple[dict[str, SourceTensor], set[str]]:
+    index = files.folder / INDEX_NAME
     weight_map = read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise InputError(
@@ -135,11 +159,12 @@ def _indexed_tensors(folder: Path) -> tuple[dict[str, SourceTensor], set[str]]:
         if not isinstance(shard, str) or not shard or shard in (".", "..") or set(shard) & set("/\\\0"):
             raise InputError(f"{index}: weight_map: {tensor}: expected a file name in this folder, found {shard!r}")
     shards = sorted(set(weight_map.values()))
-    absent = [shard for shard in shards if not (folder / shard).is_file()]
+    absent = [shard for shard in shards if shard not in files.names]
     if absent:
-        raise InputError(f"{folder}: {len(absent)} of {len(shards)} shards absent: {listed(absent)}")
+        why = files.elsewhere and f" ({files.elsewhere})"
+        raise InputError(f"{files.path}: {len(absent)} of {len(shards)} shards absent{why}: {listed(absent)}")
     tensors: dict[str, SourceTensor] = {}
-    for tensor in _all_tensors(folder, shards):
+    for tensor in (t for header in files.headers(shards) for t in header):
         other = tensors.get(tensor.name)
         if other:
             raise InputError(f"{tensor.name}: is in two shards, {other.shard.name} and {tensor.shard.name}")
@@ -155,8 +180,3 @@ def _indexed_tensors(folder: Path) -> tuple[dict[str, SourceTensor], set[str]]:
     if unlisted:
         raise InputError(f"{index}: {len(unlisted)} tensors of the shards are not in it: {listed(unlisted)}")
     return tensors, set(shards)
-
-
-def _all_tensors(folder: Path, shards: Iterable[str]) -> Iterator[SourceTensor]:
-    for shard in shards:
-        yield from read_shard_header(folder / shard)

@@ -9,15 +9,18 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from m3_convert.execute import Result, check_output, convert, free_bytes
+from m3_convert.disk_room import fits
+from m3_convert.execute import Result, check_output, convert, free_bytes, output_room
 from m3_convert.gguf_file import OutputFile, check_header, header_bytes
 from m3_convert.imatrix import ImportanceMatrix
 from m3_convert.metadata import plan_metadata
 from m3_convert.plan import Plan, plan_conversion, tensor_json
 from m3_convert.precision import choose
 from m3_convert.progress import format_bytes, format_seconds
+from m3_convert.shard_order import ShardOrder
 from m3_convert.source import open_source
 from m3_convert.split import output_files, parse_size
+from m3_convert.supply import Supply, check_discardable
 from m3_runtime.command import guarded, new_app, run
 from m3_runtime.errors import InputError
 
@@ -118,6 +121,14 @@ def convert_command(
             "--restart", help="Start anew where an interrupted run left OUT.gguf.part, instead of going on from there."
         ),
     ] = False,
+    discard_source: Annotated[
+        bool,
+        typer.Option(
+            "--discard-source",
+            help="Keep each shard of a Hub id only while it is needed, in OUT.gguf.source, so that the source need not "
+            "fit on the disk. Without it shards go to the Hub's cache and stay; what is there already stays anyway.",
+        ),
+    ] = False,
     threads: Annotated[int, typer.Option("--threads", min=0, help="Threads for quantization; 0 takes all cores.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan or the result as JSON.")] = False,
 ) -> None:
@@ -130,32 +141,37 @@ def convert_command(
         allow_lossy_indexer=allow_lossy_indexer,
         allow_requantize=allow_requantize,
     )
-    plan = plan_conversion(open_source(source), choice)
+    opened = open_source(source)
+    if discard_source:
+        check_discardable(opened.shards)
+    plan = plan_conversion(opened, choice)
     if explain is not None:
         _print_explanation(plan, explain, as_json)
         return
-    coverage = None
     if imatrix is not None:
-        plan, coverage = plan.with_importance(ImportanceMatrix.load(imatrix))
+        plan = plan.with_importance(ImportanceMatrix.load(imatrix))
     plan.check_importance()
     metadata, metadata_notes = plan_metadata(plan)
     whole = OutputFile(out or Path("out.gguf"), header_bytes(plan, metadata), plan.tensors)
     check_header(whole.header, str(out or source))
     files = output_files(plan, metadata, whole, max_bytes)
-    notes = coverage.notes() if coverage else ()
+    notes = plan.coverage.notes() if plan.coverage else ()
     for warning in (*plan.warnings, *metadata_notes, *_fallback_warnings(plan), *notes):
         print(f"{NAME}: note: {warning}", file=sys.stderr)
     if out is not None:
         check_output(plan, out)
         files = [replace(file, path=check_output(plan, file.path)) for file in files]
     if dry_run:
-        _print_plan(plan, files, out is not None, as_json)
+        target = files[0].path if out is None else check_output(plan, out)
+        supply = Supply(opened.shards, ShardOrder.of(files), target, discard=discard_source)
+        _print_plan(plan, files, supply, out is not None, as_json)
         return
     assert out is not None
     needed, free = format_bytes(_total(files)), format_bytes(free_bytes([file.path for file in files]))
     into = f" in {len(files)} files" if len(files) > 1 else ""
     print(f"{NAME}: {needed} to write{into}, {free} free", file=sys.stderr)
-    _print_result(plan, convert(plan, files, out, threads, restart=restart), as_json)
+    result = convert(plan, files, out, threads, restart=restart, discard_source=discard_source)
+    _print_result(plan, result, as_json)
 
 
 def _total(files: Sequence[OutputFile]) -> int:
@@ -177,13 +193,15 @@ def _print_explanation(plan: Plan, name: str, as_json: bool) -> None:
     print(f"  from {tensor.source} ({tensor.source_type}){', + 1 in float32' if tensor.plus_one else ''}")
 
 
-def _print_plan(plan: Plan, files: Sequence[OutputFile], placed: bool, as_json: bool) -> None:
+def _print_plan(plan: Plan, files: Sequence[OutputFile], supply: Supply, placed: bool, as_json: bool) -> None:
     """placed: the paths of the files are where they would be written."""
     n_bytes, free = _total(files), free_bytes([file.path for file in files]) if placed else None
+    demand = supply.demand()
     if as_json:
         written = [{"name": f.path.name, "bytes": f.n_bytes, "tensors": len(f.tensors)} for f in files]
         sizes = {"file_bytes": n_bytes, "files": written, "free_bytes": free}
-        print(json.dumps({**plan.as_json(), **sizes}, indent=2))
+        download = {"download": demand.as_json() if demand else None}
+        print(json.dumps({**plan.as_json(), **sizes, **download}, indent=2))
         return
     rows = [("tensor", "source", "shape (ne)", "type", "bytes", "note")]
     for t in plan.tensors:
@@ -202,9 +220,11 @@ def _print_plan(plan: Plan, files: Sequence[OutputFile], placed: bool, as_json: 
         print(f"file: {f.path.name}: {len(f.tensors)} tensors, {f.n_bytes} bytes")
     by_type = ", ".join(f"{name} {format_bytes(size)}" for name, size in plan.bytes_by_type().items())
     print(f"total: {len(plan.tensors)} tensors, {n_bytes} bytes ({format_bytes(n_bytes)}): {by_type}")
+    if demand is not None:
+        print(f"source: {demand}; with --discard-source at most {format_bytes(demand.peak_bytes)} at a time")
     if free is not None:
-        fits = "enough" if free >= n_bytes else "not enough"
-        print(f"disk: {free} bytes free in {files[0].path.parent} ({format_bytes(free)}), {fits}")
+        enough = "enough" if fits(supply.rooms(output_room(files))) else "not enough"
+        print(f"disk: {free} bytes free in {files[0].path.parent} ({format_bytes(free)}), {enough}")
 
 
 def _print_result(plan: Plan, result: Result, as_json: bool) -> None:
@@ -218,6 +238,7 @@ def _print_result(plan: Plan, result: Result, as_json: bool) -> None:
             "bytes_by_type": plan.bytes_by_type(),
             "left_out": len(plan.left_out),
             "notes": {t.name: t.note for t in plan.tensors if t.note},
+            "importance": plan.coverage.as_json() if plan.coverage else None,
             "resumed_bytes": result.resumed,
             "seconds": round(result.seconds, 3),
             "mb_per_s": round(rate / 1e6, 1),

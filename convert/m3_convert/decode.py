@@ -6,6 +6,7 @@ MXFP8 is that of the OCP Microscaling specification 1.0: an E4M3 code (bias 7, n
 
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -55,6 +56,7 @@ class SourceReader:
     def __init__(self, shards: Shards | None = None) -> None:
         self._shards = shards or LocalShards()
         self._files: dict[Path, int] = {}
+        self._peeked: dict[str, bytes] = {}
         self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
@@ -80,6 +82,13 @@ class SourceReader:
             except OSError as error:
                 raise SourceLostError(f"{tensor.shard}: cannot be read: {error.strerror}") from error
 
+    def peek(self, matrices: Sequence[SourceMatrix]) -> None:
+        """Gets small matrices here, not their shards where these would have to be fetched; they can then be read."""
+        self._peeked.update(self._shards.peek([tensor for matrix in matrices for tensor in matrix.sources]))
+        for matrix in matrices:
+            if any(tensor.name not in self._peeked for tensor in matrix.sources):
+                self.fetch(matrix)
+
     def release(self, shard: Path) -> None:
         """Closes a shard that nothing will be read from any more, and lets go of it."""
         with self._lock:
@@ -94,6 +103,9 @@ class SourceReader:
         page cache is told to drop it, since nothing is read twice.
         """
         view = out.reshape(-1).data
+        if tensor.name in self._peeked:
+            view[:] = self._peeked[tensor.name][start : start + len(view)]
+            return
         position = tensor.offset + start
         try:
             file = self._open(tensor.shard, tensor.shard)

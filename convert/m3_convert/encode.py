@@ -28,12 +28,12 @@ from m3_convert.plan import PlannedTensor
 from m3_convert.precision import INDEXER_ERROR
 from m3_convert.shards import Shards
 from m3_convert.tensor_map import SourceMatrix
-from m3_runtime.errors import InputError, M3Error
+from m3_runtime.errors import InputError, M3Error, MachineError
 from m3_runtime.interrupts import hold_signals
 from m3_runtime.quantize import TensorType, quantize_rows, row_bytes
 
-SLAB_ELEMENTS: Final = 1 << 22  #: elements in work at a time, all threads together: 16 MiB as float32
-MAX_THREADS: Final = 32  #: more would make slabs too small to pay
+SLAB_ELEMENTS: Final = 1 << 20  #: elements that a thread has in work at a time: 4 MiB as float32
+MAX_THREADS: Final = 32  #: bounds memory: one thread writes what all of them make, and more would wait for it
 
 # Weights of a linear layer have magnitudes well below 1. FP8 scales read in the wrong way give values that are off by
 # powers of two, so that no later check of the file could tell.
@@ -61,8 +61,7 @@ class Encoder:
 
     threads: that read, decode and quantize, 0 takes all cores; the bytes do not depend on it. importance: for types
     that search; a matrix that it does not know, an expert that its text never reached, is quantized as if all columns
-    were equal. Memory in use is bounded
-    by SLAB_ELEMENTS, whatever the size of a tensor.
+    were equal. Memory in use is bounded by SLAB_ELEMENTS and the number of threads, whatever the size of a tensor.
     """
 
     def __init__(
@@ -97,7 +96,7 @@ class Encoder:
         """
         matrix = tensor.matrices[index]
         weights = self._weights(tensor, index)
-        step = max(1, SLAB_ELEMENTS // self._threads // matrix.columns)
+        step = self._slab_rows(matrix)
         work: deque[Future[_Slab]] = deque()
         magnitude = 0.0
         try:
@@ -120,6 +119,8 @@ class Encoder:
             raise self._explain(tensor, index, refused) from None
         except SourceLostError as error:
             raise SourceLostError(f"{_label(tensor, index)}: {error}") from error
+        except MachineError:  # for want of room for a shard, for one
+            raise
         except M3Error as error:
             raise InputError(f"{_label(tensor, index)}: {error}") from error
         mean = magnitude / (matrix.rows * matrix.columns)
@@ -128,6 +129,14 @@ class Encoder:
                 f"{_label(tensor, index)}: mean magnitude {mean:.4g}, expected at most {MAX_MEAN_MAGNITUDE:g} in FP8 "
                 "weights: the scales are not powers of two stored as exponent + 127"
             )
+
+    def _slab_rows(self, matrix: SourceMatrix) -> int:
+        """Slabs of about the same size, as many for each thread, so that none has to wait for the last one alone."""
+        limit = max(1, SLAB_ELEMENTS // matrix.columns)
+        n_slabs = -(-matrix.rows // limit)
+        n_slabs += -n_slabs % self._threads
+        # Small matrices are not cut into more than they are worth.
+        return max(-(-matrix.rows // n_slabs), limit // 8)
 
     def _weights(self, tensor: PlannedTensor, index: int) -> Values | None:
         known = self._importance.for_matrix(tensor.name, index) if self._importance else None

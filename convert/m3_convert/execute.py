@@ -1,6 +1,7 @@
 """Writing of the file: to OUT.part, checked against the plan, and only then renamed to OUT.
 
-A conversion that ends before its time leaves OUT.part and OUT.journal, from which the next run goes on (see `journal`).
+A conversion that ends before its time leaves OUT.part and OUT.journal, from which the next run goes on (see `journal`),
+and with --discard-source OUT.source (see `passing_shards`).
 """
 
 import contextlib
@@ -16,12 +17,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from m3_convert.decode import SourceLostError
+from m3_convert.disk_room import Room, check_rooms
 from m3_convert.encode import Encoder
 from m3_convert.gguf_file import OutputFile
 from m3_convert.journal import JOURNAL_SUFFIX, Basis, Journal, basis_of
 from m3_convert.part_file import DamagedError, PartFile, part_path
 from m3_convert.plan import Plan
 from m3_convert.progress import format_bytes, progress
+from m3_convert.shard_order import ReleasePoints, ShardOrder
+from m3_convert.supply import Supply, check_discardable
 from m3_runtime.engine import GGUF
 from m3_runtime.errors import InputError, M3Error, MachineError
 
@@ -64,51 +68,63 @@ def free_bytes(targets: Sequence[Path]) -> int:
     return free
 
 
-def check_disk_space(files: Sequence[OutputFile]) -> None:
-    """Raises MachineError with both numbers if the files do not fit."""
-    needed, free = sum(file.n_bytes for file in files), free_bytes([file.path for file in files])
-    if needed > free:
-        raise MachineError(
-            f"{files[0].path.parent}: the file needs {needed} bytes ({format_bytes(needed)}), "
-            f"free are {free} ({format_bytes(free)})"
-        )
+def output_room(files: Sequence[OutputFile]) -> Room:
+    """The disk space that the files take."""
+    paths = [file.path for file in files]
+    return Room(paths[0].parent, sum(file.n_bytes for file in files), "the file", free_bytes(paths))
 
 
-def convert(plan: Plan, files: Sequence[OutputFile], out: Path, threads: int = 0, *, restart: bool = False) -> Result:
+def convert(
+    plan: Plan,
+    files: Sequence[OutputFile],
+    out: Path,
+    threads: int = 0,
+    *,
+    restart: bool = False,
+    discard_source: bool = False,
+) -> Result:
     """Writes the files of `plan` (from `output_files`). `out` names the whole, which may be several.
 
     They appear under their names when all are whole, flushed to disk and checked, or not at all. What ends the
     conversion before that, an interrupt included, leaves part files and OUT.journal, if the next call with the same
     arguments can go on from them: not for broken values in the source. Memory does not grow with the model. Progress
     goes to stderr.
-    threads: for quantization, 0 takes all cores. restart: what an earlier call left is given up.
+    threads: for quantization, 0 takes all cores. restart: what an earlier call left is given up. discard_source: shards
+    on the Hub are kept only while they are needed.
     Raises InputError for types that need an importance matrix, broken values in the source (see `Encoder.slabs`), an
     output that cannot be written, and what an earlier call left if it does not belong to this one;
     MachineError if the disk is or gets full.
     """
     start = time.monotonic()
     plan.check_importance()
+    if discard_source:
+        check_discardable(plan.source.shards)
     target = check_output(plan, out)
     files = [replace(file, path=check_output(plan, file.path)) for file in files]
     n_bytes = sum(file.n_bytes for file in files)
     with _journal(target, basis_of(plan, files), restart=restart) as journal:
         resumed = journal.done
-        with _keeping(journal, files):
+        order = ShardOrder.of(files).after(resumed)
+        supply = Supply(plan.source.shards, order, target, discard=discard_source)
+        with _keeping(journal, files, supply):
             if resumed < n_bytes:  # else some may have left their part files
-                check_disk_space(files)
+                check_rooms(supply.rooms(output_room(files)))
             if resumed:
                 _say(f"{target.name}: goes on after {format_bytes(resumed)} of {format_bytes(n_bytes)}")
             else:
                 _sync_folder(target.parent)
-            _write(plan, files, journal, target.name, threads)
+            _say(*supply.begin())
+            _write(plan, files, journal, supply, threads)
             _give_names(files, named=resumed == n_bytes)
+        _say(*supply.remove())
         journal.discard()
     return Result([file.path for file in files], n_bytes, time.monotonic() - start, resumed)
 
 
-def _say(text: str) -> None:
+def _say(*lines: str) -> None:
     with contextlib.suppress(OSError):  # a stderr that is gone must not hide why the conversion ended
-        print(text, file=sys.stderr, flush=True)
+        for line in lines:
+            print(line, file=sys.stderr, flush=True)
 
 
 def _journal(target: Path, basis: Basis, *, restart: bool) -> Journal:
@@ -120,13 +136,15 @@ def _journal(target: Path, basis: Basis, *, restart: bool) -> Journal:
 
 
 @contextmanager
-def _keeping(journal: Journal, files: Sequence[OutputFile]) -> Iterator[None]:
+def _keeping(journal: Journal, files: Sequence[OutputFile], supply: Supply) -> Iterator[None]:
     """If the block raises, keeps what the same command can go on from, and removes the rest."""
     try:
         yield
     except DamagedError:
+        supply.close()
         raise
     except BaseException as error:
+        supply.close()
         # Broken values stay broken, and a file that does not read back as it was written is of no use.
         final = isinstance(error, InputError | AssertionError) and not isinstance(error, SourceLostError)
         part = part_path(files[0].path)
@@ -141,6 +159,7 @@ def _keeping(journal: Journal, files: Sequence[OutputFile]) -> Iterator[None]:
             journal.discard()
             for file in files:
                 part_path(file.path).unlink(missing_ok=True)
+        _say(*(supply.remove() if final else supply.kept()))
         if isinstance(error, OSError):
             raise _write_error(part, error, kept=kept) from error
         raise
@@ -156,13 +175,15 @@ def _write_error(path: Path, error: OSError, *, kept: bool) -> M3Error:
     return InputError(f"{path}: cannot be written: {error.strerror}")
 
 
-def _write(plan: Plan, files: Sequence[OutputFile], journal: Journal, name: str, threads: int) -> None:
+def _write(plan: Plan, files: Sequence[OutputFile], journal: Journal, supply: Supply, threads: int) -> None:
     n_bytes = sum(file.n_bytes for file in files)
-    encoder = Encoder(threads, plan.importance, plan.source.shards)
-    with progress(name, n_bytes, start=journal.done) as advance, encoder:
+    encoder = Encoder(threads, plan.importance, supply.shards)
+    with progress(supply.name, n_bytes, start=journal.done) as (advance, downloads), encoder:
+        supply.show(downloads)
+        releases = ReleasePoints(supply.order, encoder.release, eager=supply.discards)
         begin = 0
         for file in files:
-            PartFile(file, begin, journal, advance).write(encoder)
+            PartFile(file, begin, journal, releases, advance).write(encoder)
             begin += file.n_bytes
 
 

@@ -26,12 +26,10 @@ def check_norms(tensors: Sequence[MappedTensor], shards: Shards | None = None) -
     The sign: fewer than 1 in 100 of all elements are negative, and the mean of the norms' means is above 0.5.
     """
     means, negative, total = [], 0, 0
+    norms = [matrix for tensor in tensors if tensor.spec.plus_one for matrix in tensor.matrices]
     with SourceReader(shards) as reader:
-        for tensor in tensors:
-            if not tensor.spec.plus_one:
-                continue
-            (matrix,) = tensor.matrices
-            reader.fetch(matrix)
+        reader.peek(norms)
+        for matrix in norms:
             values = read_values(reader, matrix, 0, 1)
             with np.errstate(invalid="ignore"):  # NaN and infinity are reported when the tensor is encoded
                 means.append(float(np.mean(values, dtype=np.float64)))

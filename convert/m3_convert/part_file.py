@@ -9,6 +9,7 @@ from m3_convert.encode import Encoder
 from m3_convert.gguf_file import OutputFile
 from m3_convert.journal import PART_SUFFIX, Journal
 from m3_convert.plan import PlannedTensor, aligned
+from m3_convert.shard_order import ReleasePoints
 from m3_runtime.errors import InputError
 
 #: Bytes between two records of the journal, or one matrix if that is more: what an interruption can cost. A record
@@ -28,11 +29,20 @@ def part_path(target: Path) -> Path:
 class PartFile:
     """One file of a conversion.
 
-    begin: bytes of the files before it, which are done. advance: gets the number of bytes done since its last call.
+    begin: bytes of the files before it, which are done. releases: are told what the journal says. advance: gets the
+    number of bytes done since its last call.
     """
 
-    def __init__(self, file: OutputFile, begin: int, journal: Journal, advance: Callable[[int], None]) -> None:
-        self._file, self._begin, self._journal, self._advance = file, begin, journal, advance
+    def __init__(
+        self,
+        file: OutputFile,
+        begin: int,
+        journal: Journal,
+        releases: ReleasePoints,
+        advance: Callable[[int], None],
+    ) -> None:
+        self._file, self._begin, self._journal = file, begin, journal
+        self._releases, self._advance = releases, advance
         self._path = part_path(file.path)
         self._descriptor = -1
         self._at = min(max(journal.done - begin, 0), file.n_bytes)
@@ -95,7 +105,8 @@ class PartFile:
                 raise AssertionError(f"{tensor.name}: {self._at - start} bytes encoded, {(index + 1) * size} planned")
             if index == n - 1:
                 self._append(bytes(aligned(tensor.n_bytes) - tensor.n_bytes))
-            if self._begin + self._at - self._journal.done >= RECORD_BYTES:
+            written = self._begin + self._at
+            if written - self._journal.done >= RECORD_BYTES or self._releases.due(written):
                 self._record()
 
     def _append(self, data: bytes | memoryview) -> None:
@@ -108,6 +119,7 @@ class PartFile:
         if done > self._journal.done:
             os.fsync(self._descriptor)
             self._journal.record(done)
+            self._releases.recorded(done)
 
 
 def write_all(file: int, data: bytes | memoryview) -> None:

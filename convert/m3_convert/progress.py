@@ -3,8 +3,8 @@
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TextIO
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Protocol, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -12,9 +12,28 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 LINE_SECONDS = 3.0
 
 
+class Downloads(Protocol):
+    """Where downloads are shown; called from any thread, and never in the way of one."""
+
+    def note(self, text: str) -> None:
+        """Shows a line."""
+        ...
+
+    def shown(self, text: str, name: str, total: int, done: int) -> AbstractContextManager[Callable[[int], None]]:
+        """Shows the line `text`, and how far the download of the file `name` is while the block lasts.
+
+        Yields a function that takes the number of bytes that have arrived since its last call. total, done: bytes of
+        the file, and how many of them an earlier run has got.
+        """
+        ...
+
+
 @contextmanager
-def progress(name: str, total: int, stream: TextIO | None = None, start: int = 0) -> Iterator[Callable[[int], None]]:
-    """Yields a function that takes the number of bytes done since its last call. `total` in bytes, `name` of the file.
+def progress(
+    name: str, total: int, stream: TextIO | None = None, start: int = 0
+) -> Iterator[tuple[Callable[[int], None], Downloads]]:
+    """Yields a function that takes the number of bytes done since its last call, and where downloads for it are shown.
+    `total` in bytes, `name` of the file.
 
     start: bytes that an earlier run has done; they count as done, but not for the rate.
 
@@ -25,10 +44,10 @@ def progress(name: str, total: int, stream: TextIO | None = None, start: int = 0
     if stream.isatty():
         with _bar(stream) as bar:
             task = bar.add_task(name, total=total, completed=start)
-            yield lambda n: bar.advance(task, n)
+            yield lambda n: bar.advance(task, n), _DownloadBars(bar)
         return
     lines = _Lines(name, total, stream, start)
-    yield lines.advance
+    yield lines.advance, DownloadLines(stream)
     lines.finish()
 
 
@@ -64,6 +83,54 @@ def _bar(stream: TextIO) -> Progress:
     return Progress(*columns, console=Console(file=stream))
 
 
+class DownloadLines:
+    """Downloads as lines; on a terminal, where a bar of something else may be, one for each."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream
+
+    def note(self, text: str) -> None:
+        # What stands for stderr changes while a bar is shown; it puts lines above the bar.
+        stream = self._stream or sys.stderr
+        with suppress(OSError):
+            stream.write(f"{text}\n")
+            stream.flush()
+
+    @contextmanager
+    def shown(self, text: str, name: str, total: int, done: int) -> Iterator[Callable[[int], None]]:
+        self.note(text)
+        stream = self._stream or sys.stderr
+        lines = _Lines(name, total, stream, done)
+
+        def advance(n: int) -> None:
+            with suppress(OSError):
+                lines.advance(n)
+
+        yield advance if not stream.isatty() else lambda n: None
+        with suppress(OSError):
+            lines.finish()
+
+
+class _DownloadBars:
+    """Downloads as bars below that of the conversion."""
+
+    def __init__(self, bar: Progress) -> None:
+        self._bar = bar
+
+    def note(self, text: str) -> None:
+        with suppress(OSError):
+            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    @contextmanager
+    def shown(self, text: str, name: str, total: int, done: int) -> Iterator[Callable[[int], None]]:
+        self.note(text)
+        task = self._bar.add_task(name, total=total, completed=done)
+        try:
+            yield lambda n: self._bar.advance(task, n)
+        finally:
+            self._bar.remove_task(task)
+
+
 class _Lines:
     def __init__(self, name: str, total: int, stream: TextIO, before: int) -> None:
         self.name, self.total, self.stream, self.before = name, total, stream, before
@@ -86,4 +153,6 @@ class _Lines:
         rate = (self.done - self.before) / max(now - self.start, 1e-9)
         share = 100 * self.done // max(self.total, 1)
         text = f"{self.name}: {share}% of {format_bytes(self.total)}, {format_bytes(rate)}/s{end}"
-        print(text, file=self.stream, flush=True)
+        # In one piece: lines of downloads come from other threads.
+        self.stream.write(f"{text}\n")
+        self.stream.flush()

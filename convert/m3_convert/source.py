@@ -6,7 +6,8 @@ from typing import TypeAlias
 
 from m3_convert.checkpoint import Checkpoint, load_checkpoint
 from m3_convert.gguf_source import GgufSource, load_gguf
-from m3_convert.hub import download
+from m3_convert.hub import open_repository
+from m3_convert.hub_shards import load_repository
 from m3_runtime.errors import InputError
 from m3_runtime.gguf_reader import gguf_files
 
@@ -18,7 +19,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 def open_source(text: str) -> Source:
     """The source of that path or id on the Hub ("owner/name"); a path that exists is never looked up on the Hub.
 
-    Raises InputError naming what is wrong with it, MachineError if the disk fills up during a download.
+    No weights are downloaded. Raises InputError naming what is wrong with it, MachineError if the disk fills up.
     """
     path = Path(text)
     if not path.exists():
@@ -26,7 +27,7 @@ def open_source(text: str) -> Source:
             raise InputError(
                 f"{text}: expected a checkpoint folder, a GGUF file or an id on the Hub (owner/name), found nothing"
             )
-        return load_checkpoint(download(text), text)
+        return load_repository(open_repository(text))
     # Folders of GGUF files come with a config.json at times, checkpoints with a split model beside them.
     if path.is_dir() and (any(path.glob("*.safetensors")) or not gguf_files(path)):
         return load_checkpoint(path)

@@ -114,16 +114,16 @@ def _check_names(checkpoint: Checkpoint, wanted: Mapping[str, tuple[int, ...]], 
     found = checkpoint.tensors
     missing = [name for name in wanted if name not in found]
     if missing:
-        raise InputError(f"{checkpoint.folder}: {len(missing)} tensors missing: {listed(missing)}")
+        raise InputError(f"{checkpoint.path}: {len(missing)} tensors missing: {listed(missing)}")
     scales = {name + SCALE_SUFFIX for name in wanted}
     extra = [name for name in found if name not in wanted and name not in scales and name not in left_out]
     # A scale whose weight is not there is told apart: its weight was lost, or it belongs to a part that is unknown.
     orphans = [name for name in extra if name.endswith(SCALE_SUFFIX) and name.removesuffix(SCALE_SUFFIX) not in found]
     if orphans:
-        raise InputError(f"{checkpoint.folder}: {len(orphans)} scales without their tensor: {listed(orphans)}")
+        raise InputError(f"{checkpoint.path}: {len(orphans)} scales without their tensor: {listed(orphans)}")
     if extra:
         raise InputError(
-            f"{checkpoint.folder}: {len(extra)} tensors that a model of this config does not have: {listed(extra)}"
+            f"{checkpoint.path}: {len(extra)} tensors that a model of this config does not have: {listed(extra)}"
         )
     shapes = [
         f"{name} (expected {list(shape)}, found {list(found[name].shape)})"
@@ -131,20 +131,20 @@ def _check_names(checkpoint: Checkpoint, wanted: Mapping[str, tuple[int, ...]], 
         if found[name].shape != shape
     ]
     if shapes:
-        raise InputError(f"{checkpoint.folder}: {len(shapes)} tensors of another shape: {listed(shapes)}")
+        raise InputError(f"{checkpoint.path}: {len(shapes)} tensors of another shape: {listed(shapes)}")
     dtypes = [f"{name} ({found[name].dtype})" for name in wanted if found[name].dtype not in WEIGHT_DTYPES]
     if dtypes:
-        raise InputError(f"{checkpoint.folder}: expected {', '.join(WEIGHT_DTYPES)} weights, found {listed(dtypes)}")
+        raise InputError(f"{checkpoint.path}: expected {', '.join(WEIGHT_DTYPES)} weights, found {listed(dtypes)}")
     bare = [name for name in wanted if found[name].dtype == FP8 and name + SCALE_SUFFIX not in found]
     if bare:
-        raise InputError(f"{checkpoint.folder}: {len(bare)} FP8 tensors without a {SCALE_SUFFIX} scale: {listed(bare)}")
+        raise InputError(f"{checkpoint.path}: {len(bare)} FP8 tensors without a {SCALE_SUFFIX} scale: {listed(bare)}")
     idle = [
         f"{name}{SCALE_SUFFIX} (the tensor is {found[name].dtype})"
         for name in wanted
         if found[name].dtype != FP8 and name + SCALE_SUFFIX in found
     ]
     if idle:
-        raise InputError(f"{checkpoint.folder}: {len(idle)} scales without an FP8 tensor: {listed(idle)}")
+        raise InputError(f"{checkpoint.path}: {len(idle)} scales without an FP8 tensor: {listed(idle)}")
 
 
 def _source_matrix(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> SourceMatrix:

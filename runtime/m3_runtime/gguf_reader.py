@@ -5,14 +5,16 @@ import re
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from m3_runtime.errors import InputError
 from m3_runtime.native import call, ffi, lib
+from m3_runtime.quantize import row_bytes
 
 Value: TypeAlias = int | float | bool | str | list[int] | list[float] | list[bool] | list[str]
 
@@ -162,10 +164,10 @@ class GGUF:
             raise InputError(f"{self.name}: there is no data of a tensor '{name}'")
         return memoryview(ffi.buffer(ffi.cast("char *", t.data), t.n_bytes)).toreadonly()
 
-    def header(self) -> bytes:
+    def header(self, types: Mapping[str, int] = MappingProxyType({})) -> bytes:
         """The header that one file with all keys and tensors would have, for `Model.from_header`.
 
-        The keys that mark a file as one of several are left out.
+        The keys that mark a file as one of several are left out. types: of tensors that shall have another one.
         """
         keys = [lib.m3_gguf_kv(self._pointer, i) for i in range(lib.m3_gguf_n_kv(self._pointer))]
         keys = [kv for kv in keys if not _bytes(kv.key).startswith(b"split.")]
@@ -182,8 +184,12 @@ class GGUF:
                 out += ffi.buffer(kv.data, kv.n * np.dtype(_NUMPY[kv.element_type]).itemsize)
         offset = 0
         for t in self.tensors:
-            out += _packed(t.name.encode()) + struct.pack(f"<I{len(t.ne)}QIQ", len(t.ne), *t.ne, t.type, offset)
-            offset += -(-t.n_bytes // alignment) * alignment
+            type_, n_bytes = t.type, t.n_bytes
+            if t.name in types:
+                type_ = types[t.name]
+                n_bytes = row_bytes(type_, t.ne[0]) * prod(t.ne[1:])
+            out += _packed(t.name.encode()) + struct.pack(f"<I{len(t.ne)}QIQ", len(t.ne), *t.ne, type_, offset)
+            offset += -(-n_bytes // alignment) * alignment
         return bytes(out) + bytes(-len(out) % alignment)
 
     def close(self) -> None:

@@ -1,10 +1,7 @@
 """The command line of m3-convert: help, usage errors, sources that are no checkpoint folder."""
 
-import errno
 from dataclasses import replace
-from pathlib import Path
 
-import huggingface_hub
 import pytest
 
 from m3_convert.recipe import recipe_names
@@ -23,6 +20,7 @@ def test_help_names_every_option(m3_convert) -> None:
         "--rule",
         "--strict",
         "--allow-lossy-indexer",
+        "--discard-source",
         "--dry-run",
         "--explain",
         "--threads",
@@ -85,50 +83,3 @@ def test_fallbacks_are_said_aloud(make_folder, m3_convert, small, tmp_path) -> N
     assert outcome.code == 0
     assert "note: 4 tensors fall back, the first: blk.1.ffn_down_exps.weight: F16 instead of Q8_0" in outcome.err
     assert len(outcome.json["notes"]) == 4
-
-
-# ------------------------------------------------------------------------------------------------ Hub
-
-
-def test_an_id_on_the_hub(make_folder, m3_convert, tmp_path, monkeypatch) -> None:
-    folder = make_folder(name="0123456789abcdef0123456789abcdef01234567")
-    asked = []
-
-    def download(repo_id: str, allow_patterns: list[str]) -> str:
-        asked.append((repo_id, allow_patterns))
-        return str(folder)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    monkeypatch.chdir(tmp_path)
-    outcome = m3_convert("MiniMaxAI/MiniMax-M3", "out.gguf")
-    assert outcome.code == 0
-    assert asked == [("MiniMaxAI/MiniMax-M3", ["*.json", "*.jinja", "*.safetensors", "README.md"])]
-    content = (tmp_path / "out.gguf").read_bytes()
-    assert b"MiniMax M3" in content and folder.name.encode() not in content
-
-
-def test_a_folder_that_looks_like_an_id_is_a_folder(make_folder, m3_convert, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the Hub"))
-    (tmp_path / "owner").mkdir()
-    make_folder().rename(tmp_path / "owner" / "name")
-    monkeypatch.chdir(tmp_path)
-    assert m3_convert("owner/name", "out.gguf").code == 0
-
-
-@pytest.mark.parametrize(
-    ("error", "code", "message"),
-    [
-        (ValueError("404 not found\nsecond line"), 2, "ValueError: 404 not found second line"),
-        (OSError("no network"), 2, "the Hub gave: no network"),
-        (OSError(errno.ENOSPC, "No space left on device"), 4, "the disk is full"),
-    ],
-)
-def test_the_hub_says_no(m3_convert, tmp_path, monkeypatch, error: Exception, code: int, message: str) -> None:
-    def download(*_: object, **__: object) -> str:
-        raise error
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    monkeypatch.chdir(tmp_path)
-    outcome = m3_convert("owner/name", "out.gguf")
-    assert outcome.code == code and message in outcome.error and outcome.error.startswith("m3-convert: owner/name: ")
-    assert list(Path().iterdir()) == []
