@@ -100,7 +100,7 @@ def _size(name: str, tensors: Sequence[PlannedTensor]) -> Size:
         type=name,
         gate_up_experts=experts("gate", "up"),
         down_experts=experts("down"),
-        rest=rest[0][0],
+        rest=" and ".join(kind for kind, _ in rest),
         bytes=n_bytes,
         gb=round(n_bytes / 1e9, 1),
         gib=round(n_bytes / 2**30, 1),

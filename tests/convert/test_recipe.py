@@ -38,8 +38,8 @@ SHAPES = {
     "one MoE layer": replace(RELEASE, n_layer=4, n_dense=3),
 }
 
-# Type by kind of tensor: experts gate and up, experts down in the first and last layers and between, attention k and v,
-# and all the rest.
+# Type by kind of tensor: experts gate and up, experts down in the first layers and in the others, what is small or only
+# looked up (attention k and v, dense layers, embeddings), and all the rest.
 SHIPPED = {
     "q8_0": ("Q8_0", "Q8_0", "Q8_0", "Q8_0", "Q8_0"),
     "q6_k": ("Q6_K", "Q8_0", "Q6_K", "Q8_0", "Q8_0"),
@@ -88,15 +88,20 @@ def test_the_types_of_a_shipped_recipe(make_folder, small, name: str) -> None:
     spec = replace(small, layers=5, hidden=256, inter=256, shared_inter=256, dense_inter=256, head_dim=64, rotary=32)
     plan = plan_conversion(load_checkpoint(make_folder(spec)), choose(name))
     found = {t.name: t.type.name for t in plan.tensors}
-    gate_up, down_edge, down, kv, rest = SHIPPED[name]
+    gate_up, down_first, down, small_ones, rest = SHIPPED[name]
     for layer in (1, 2, 3, 4):
         assert found.pop(f"blk.{layer}.ffn_gate_exps.weight") == found.pop(f"blk.{layer}.ffn_up_exps.weight") == gate_up
-        expected = down_edge if layer in (1, 4) else down
+        expected = down_first if layer in (1, 2) else down
         assert found.pop(f"blk.{layer}.ffn_down_exps.weight") == expected
     for layer in range(5):
-        assert found.pop(f"blk.{layer}.attn_k.weight") == found.pop(f"blk.{layer}.attn_v.weight") == kv
+        assert found.pop(f"blk.{layer}.attn_k.weight") == found.pop(f"blk.{layer}.attn_v.weight") == small_ones
+    assert {
+        found.pop(n) for n in ("token_embd.weight", *(f"blk.0.ffn_{k}.weight" for k in ("gate", "up", "down")))
+    } == {small_ones}
     others = {n: t for n, t in found.items() if not (always_f32(n) or is_index_projection(n))}
-    assert {"output.weight", "token_embd.weight", "blk.0.ffn_up.weight", "blk.4.ffn_down_shexp.weight"} <= set(others)
+    assert {"output.weight", "blk.0.attn_q.weight", "blk.0.attn_output.weight", "blk.4.ffn_down_shexp.weight"} <= set(
+        others
+    )
     assert set(others.values()) == {rest}
     assert {found[n] for n in set(found) - set(others)} == {"F32"}
     file_type = gguf.LlamaFileType(plan.file_type).name
@@ -108,10 +113,10 @@ def test_where_the_bits_go(name: str) -> None:
     def bits(type_name: str) -> float:
         return row_bytes(TensorType[type_name], 256) / 32
 
-    gate_up, down_edge, down, kv, rest = map(bits, SHIPPED[name])
-    assert gate_up <= down <= down_edge <= rest <= kv
+    gate_up, down_first, down, small_ones, rest = map(bits, SHIPPED[name])
+    assert gate_up <= down <= down_first <= rest <= small_ones
     if name not in ("q8_0", "mxfp4_moe"):
-        assert gate_up < down_edge and gate_up < rest
+        assert gate_up < down_first and gate_up < rest
 
 
 def test_the_committed_sizes_are_those_of_the_recipes(tmp_path, capsys) -> None:

@@ -1,0 +1,328 @@
+"""Every type and every recipe in llama.cpp: the same file through it and through the engine.
+
+    pip install llama-cpp-python==0.3.36        # builds llama.cpp; not a dependency of the project
+    python tests/compare_types.py models/m3-nano [--patched SITE_PACKAGES] [--csv tests/bench/llama_cpp_types.csv]
+
+Converts a checkpoint to each of the 23 types (a recipe that has nothing but a default), by each recipe, and to several
+files (--split-max-size); the types that need an importance matrix get one from the text that ships with m3-gguf, and
+Q6_K for the embeddings, which have no importance. Each file is evaluated over the first tokens of that text with K/V
+in float32, dense and sparse, by the engine and by llama.cpp. llama.cpp rounds activations to 8 bits (or to F16 or BF16)
+before it multiplies them with weights of a type, which the engine does not. So that this noise can be told from a file
+that means something else, llama.cpp also gets the file's values as an F32 file, made by the gguf package's dequantizer.
+The runs of llama.cpp:
+
+    dense, F32    those values, float32 attention: what the file means; must agree with the engine on the file itself
+    sparse, F32   the same with --patched (llama.cpp without its casts of K and V to F16, see tests/README.md)
+    dense         the file as it is: differs by the noise of llama.cpp's rounding
+    sparse        the same with --patched
+    sparse, F16   the file as it is in llama.cpp as it comes: differs by the noise of the casts too
+
+Exit code 1 if a run with F32 values has a |dlogit| above --tolerance, or a run of the file itself a KL divergence above
+--noise. Where float32 rounding tips a block over, logits differ by units: that is excused if the first position that is
+off has a near-tie, two block scores at the cut within --tie, and what comes before it agrees.
+"""
+
+import argparse
+import csv
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, fields
+from importlib.metadata import version
+from multiprocessing import get_context
+from pathlib import Path
+from shutil import copyfile
+from typing import Any
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+
+from m3_convert.recipe import recipe_names, shipped_recipe
+from m3_convert.selection import SelectionRule
+from m3_convert.text_sample import load_text, sample_text
+from m3_runtime import GGUF, Model
+from m3_runtime.quantize import TensorType
+from m3_runtime.text import ChatTokenizer
+
+HERE = Path(__file__).resolve().parent
+TEXT = HERE.parent / "convert" / "m3_convert" / "text.txt"
+EMBEDDINGS = "q6_k"  #: type of the embeddings where the type needs importance
+SPLIT = "q4_k_m"  #: recipe of the file that is split
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One run of llama.cpp against the engine."""
+
+    model: str
+    type: str
+    kind: str  #: type, recipe or split
+    bytes: int
+    fallbacks: int  #: tensors whose rows the type's block does not divide
+    run: str
+    max_dlogit: float
+    mean_dlogit: float
+    other_top1: float  #: share of positions
+    kl: float  #: mean divergence of llama.cpp's distribution from the engine's, nats
+    off: int  #: positions with a |dlogit| above the tolerance
+    gap: float | None  #: at the first of these, between the scores of the last block that is read and the next
+
+    @property
+    def of_values(self) -> bool:
+        """True if llama.cpp ran in float32 throughout."""
+        return self.run.endswith(", F32")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What is not a difference."""
+
+    tolerance: float  #: of |dlogit|
+    tie: float  #: of block scores
+    noise: float  #: KL divergence
+
+    def allow(self, d: Difference) -> bool:
+        if not d.of_values:
+            return d.kl <= self.noise
+        return not d.off or (d.gap is not None and d.gap <= self.tie)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A conversion. options: of m3-convert."""
+
+    type: str
+    kind: str
+    options: tuple[str, ...]
+    needs_importance: bool
+
+
+class LlamaCpp:
+    """llama.cpp in a process of its own: two builds of it cannot live in one."""
+
+    def __init__(self, site: Path | None) -> None:
+        """site: the folder that has the package llama_cpp, None where it is installed here."""
+        self._pool = ProcessPoolExecutor(1, get_context("spawn"), _use, (site,))
+
+    def logits(self, path: Path, ids: NDArray[np.int32], n_vocab: int, *, sparse: bool) -> Floats:
+        """float32 [n, n_vocab]. path: a file, or the first of several."""
+        return self._pool.submit(_logits, str(path), ids, n_vocab, sparse).result()
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+def _use(site: Path | None) -> None:
+    if site is not None:
+        sys.path.append(str(site))  # behind this environment's packages
+
+
+def _logits(path: str, ids: NDArray[np.int32], n_vocab: int, sparse: bool) -> Floats:
+    from compare_llama_cpp import Run, llama_logits
+
+    return llama_logits(path, ids, Run(sparse, len(ids)), n_vocab)
+
+
+def cases(folder: Path) -> Iterator[Case]:
+    """All types, all recipes, a split. folder: for recipe files."""
+    for type_ in TensorType:
+        recipe = folder / f"all-{type_.name.lower()}.toml"
+        # Embeddings are looked up, not multiplied with: there is no importance of their columns.
+        rule = f'[[rule]]\ntensors = "token_embd.weight"\ntype = "{EMBEDDINGS}"\n' if type_.needs_importance else ""
+        recipe.write_text(f'{rule}[default]\ntype = "{type_.name.lower()}"\n', encoding="utf-8")
+        yield Case(type_.name, "type", ("--recipe", str(recipe)), type_.needs_importance)
+    for name in recipe_names():
+        types = [rule.type for rule in shipped_recipe(name).rules]
+        yield Case(name, "recipe", ("--type", name), any(type_.needs_importance for type_ in types))
+    yield Case(SPLIT, "split", ("--type", SPLIT, "--split-max-size", "4M"), False)
+
+
+def run(command: str, *arguments: object) -> str:
+    line = [sys.executable, "-m", f"m3_convert.{command}", *map(str, arguments)]
+    done = subprocess.run(line, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(line[2:])}: {done.stderr}")
+    return done.stdout
+
+
+def write_values(quantized: Path, f32: Path, out: Path) -> None:
+    """The values of a file, or of several, as F32. f32: a file of the same model, for the header."""
+    copyfile(f32, out)
+    values = gguf.GGUFReader(out, "r+")
+    target = {tensor.name: tensor.data for tensor in values.tensors}
+    with GGUF(quantized) as whole:
+        files = whole.files
+    for path in files:
+        for tensor in gguf.GGUFReader(path).tensors:
+            target.pop(tensor.name)[...] = gguf.dequantize(tensor.data, tensor.tensor_type)
+    values.data.flush()
+    if target:
+        sys.exit(f"{quantized}: has no {min(target)}")
+
+
+class Comparison:
+    """The cases of one checkpoint."""
+
+    def __init__(
+        self, source: Path, folder: Path, tokens: int, limits: Limits, builds: tuple[LlamaCpp, LlamaCpp | None]
+    ) -> None:
+        """folder: for files. builds: llama.cpp as it comes and patched."""
+        self._source, self._folder, self._limits = source, folder, limits
+        self._stock, self._patched = builds
+        self._f32, self._imatrix = folder / "f32.gguf", folder / "imatrix.gguf"
+        run("cli", source, self._f32, "--type", "f32")
+        run("imatrix_cli", source, self._imatrix, "--text", TEXT)
+        with Model(self._f32) as model:
+            ids = sample_text(load_text(TEXT), ChatTokenizer(model.gguf.metadata), tokens).ids
+            self._ids, self._n_vocab = np.array(ids, np.int32), model.hparams.n_vocab
+            self.always_read = model.hparams.top_k * model.hparams.block_size
+
+    def compare(self, case: Case) -> Iterator[Difference]:
+        folder = Path(tempfile.mkdtemp(dir=self._folder))
+        importance = ("--imatrix", self._imatrix) if case.needs_importance else ()
+        result = json.loads(run("cli", self._source, folder / "out.gguf", *case.options, *importance, "--json"))
+        path = min(folder.iterdir())
+        values = self._folder / "values.gguf"
+        write_values(path, self._f32, values)
+        n_bytes = sum(file.stat().st_size for file in folder.iterdir())
+        runs: list[tuple[str, LlamaCpp, Path, bool]] = [
+            ("dense, F32", self._stock, values, False),
+            ("dense", self._stock, path, False),
+            ("sparse, F16", self._stock, path, True),
+        ]
+        if self._patched:
+            runs += [("sparse, F32", self._patched, values, True), ("sparse", self._patched, path, True)]
+        ours = {sparse: self._engine(path, sparse=sparse) for sparse in (False, True)}
+        for name, llama, file, sparse in runs:
+            theirs = llama.logits(file, self._ids, self._n_vocab, sparse=sparse)
+            yield Difference(
+                model=self._source.name,
+                type=case.type,
+                kind=case.kind,
+                bytes=n_bytes,
+                fallbacks=sum(" instead of " in note for note in result["notes"].values()),
+                run=name,
+                **self._measure(*ours[sparse], theirs),
+            )
+        for file in folder.iterdir():
+            file.unlink()
+
+    def _engine(self, path: Path, *, sparse: bool) -> tuple[Floats, Floats]:
+        """Logits, and for each position the smallest gap between block scores at the cut, float32 [n]."""
+        with Model(path) as model:
+            h, attention = model.hparams, "sparse" if sparse else "dense"
+            rule = SelectionRule(h.top_k, h.block_size, h.local_blocks)
+            gaps = np.full(len(self._ids), np.inf, np.float32)
+            record = ("scores",) if sparse else ()
+            with model.session(context=len(self._ids), kv_type="f32", attention=attention, record=record) as session:
+                logits = session.eval(self._ids, all_logits=True)
+                for layer in range(h.n_dense_layer, h.n_layer) if sparse else ():
+                    gaps = np.minimum(gaps, _gaps(session.block_scores(layer), rule))
+        return logits, gaps
+
+    def _measure(self, ours: Floats, gaps: Floats, theirs: Floats) -> dict[str, Any]:
+        d = np.abs(ours - theirs)
+        p, q = (x - x.max(1, keepdims=True) for x in (ours.astype(np.float64), theirs.astype(np.float64)))
+        p, q = (x - np.log(np.exp(x).sum(1, keepdims=True)) for x in (p, q))
+        off = np.flatnonzero(d.max(1) > self._limits.tolerance)
+        return {
+            "max_dlogit": float(f"{d.max():.2e}"),
+            "mean_dlogit": float(f"{d.mean():.2e}"),
+            "other_top1": float(f"{np.mean(ours.argmax(1) != theirs.argmax(1)):.4f}"),
+            "kl": float(f"{(np.exp(p) * (p - q)).sum(1).mean():.2e}"),
+            "off": len(off),
+            "gap": float(f"{gaps[off[0]]:.2e}") if len(off) and np.isfinite(gaps[off[0]]) else None,
+        }
+
+
+def _gaps(scores: Floats, rule: SelectionRule) -> Floats:
+    """Between the last block that is read and the next, the smallest of all heads, float32 [n]; infinity where there
+    is no choice. scores: float32 [n, heads, n_blocks], -inf for blocks that are not visible."""
+    if scores.shape[-1] <= rule.top_k:
+        return np.full(len(scores), np.inf, np.float32)
+    forced = rule.forced(np.arange(len(scores)), scores.shape[-1])[:, None, :]
+    ordered = -np.sort(-np.where(forced, np.inf, scores), axis=-1)
+    last, after = ordered[..., rule.top_k - 1], ordered[..., rule.top_k]
+    choice = np.isfinite(last) & np.isfinite(after)
+    return np.where(choice, last - np.where(choice, after, 0), np.inf).min(axis=1)
+
+
+def markdown(found: Sequence[Difference]) -> str:
+    """A line for each file, a column for each run."""
+    names = list(dict.fromkeys(d.run for d in found))
+    header = [f"{n}: max, mean" if n.endswith(", F32") else f"{n}: mean, other top-1, KL" for n in names]
+    lines = [f"| type | MB | fallbacks | {' | '.join(header)} |", f"|---|---:|---:|{'---|' * len(names)}"]
+    by_file: dict[tuple[str, str, str], dict[str, Difference]] = {}
+    for d in found:
+        by_file.setdefault((d.model, d.type, d.kind), {})[d.run] = d
+    for (_, type_, kind), of in by_file.items():
+        first = next(iter(of.values()))
+        cells = [
+            f"{d.max_dlogit:.1e}, {d.mean_dlogit:.1e}{f', {d.off} off' if d.off else ''}"
+            if d.of_values
+            else f"{d.mean_dlogit:.3f}, {d.other_top1:.1%}, {d.kl:.1e}"
+            for d in (of[name] for name in names)
+        ]
+        kind = "" if kind == "type" else f" ({kind})"
+        lines.append(f"| {type_}{kind} | {first.bytes / 1e6:.1f} | {first.fallbacks} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def processor() -> str:
+    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return f"{names[0].split(':', 1)[1].strip()}, {len(names)} cores" if names else "unknown processor"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("source", type=Path, nargs="+", help="checkpoint folders")
+    parser.add_argument("--llama", type=Path, help="folder with the package llama_cpp, if it is not installed here")
+    parser.add_argument("--patched", type=Path, help="folder with a llama_cpp that keeps K and V in float32")
+    parser.add_argument("--types", help="types and recipes, separated by commas, as the first column prints them; all")
+    parser.add_argument("--tokens", type=int, default=900)
+    parser.add_argument("--tolerance", type=float, default=2e-4, help="largest |dlogit| of F32 runs (2e-4)")
+    parser.add_argument("--noise", type=float, default=0.1, help="largest KL divergence of the others, nats (0.1)")
+    parser.add_argument("--tie", type=float, default=1e-3, help="scores so close may be swapped in F32 runs (1e-3)")
+    parser.add_argument("--csv", type=Path)
+    arguments = parser.parse_args()
+    limits = Limits(arguments.tolerance, arguments.tie, arguments.noise)
+    wanted = arguments.types.split(",") if arguments.types else None
+    stock, patched = LlamaCpp(arguments.llama), LlamaCpp(arguments.patched) if arguments.patched else None
+    found: list[Difference] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        for i, source in enumerate(arguments.source):
+            folder = Path(temporary) / str(i)
+            folder.mkdir()
+            comparison = Comparison(source, folder, arguments.tokens, limits, (stock, patched))
+            for case in cases(folder):
+                if wanted and case.type not in wanted:
+                    continue
+                for difference in comparison.compare(case):
+                    found.append(difference)
+                print(f"{source.name}: {case.type} ({case.kind})", file=sys.stderr, flush=True)
+            print(f"{source.name}: {arguments.tokens} tokens, selection begins at {comparison.always_read}\n")
+            print(markdown([d for d in found if d.model == source.name]), flush=True)
+    for llama in filter(None, (stock, patched)):
+        llama.close()
+    if arguments.csv:
+        with arguments.csv.open("w", newline="") as file:
+            about = f"m3-gguf {version('m3-gguf')}; llama-cpp-python 0.3.36; {arguments.tokens} tokens"
+            file.write(f"# {processor()}; {about}\n")
+            writer = csv.DictWriter(file, [f.name for f in fields(Difference)], lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(asdict(d) for d in found)
+    wrong = [d for d in found if not limits.allow(d)]
+    for d in wrong:
+        figures = f"|dlogit| up to {d.max_dlogit:.1e}, {d.off} positions off, gap {d.gap}, KL {d.kl:.1e}"
+        print(f"{d.model}: {d.type} ({d.kind}), {d.run}: {figures}", file=sys.stderr)
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
