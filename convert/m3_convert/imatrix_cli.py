@@ -1,8 +1,6 @@
 """The command m3-imatrix."""
 
 import json
-import os
-import stat
 import sys
 import time
 from dataclasses import dataclass
@@ -12,11 +10,10 @@ from typing import Annotated, Any, NoReturn
 import numpy as np
 import typer
 
-from m3_convert.imatrix import PART_SUFFIX, ImportanceMatrix
+from m3_convert.imatrix import ImportanceMatrix
 from m3_convert.imatrix_collect import (
     ExpertReach,
     always_read,
-    check_memory,
     collect,
     default_context,
     estimate_memory,
@@ -24,10 +21,11 @@ from m3_convert.imatrix_collect import (
     work,
 )
 from m3_convert.layered_model import LayeredModel, open_layered
+from m3_convert.output_file import check_output
 from m3_convert.progress import format_bytes, format_seconds
 from m3_convert.text_sample import TextSample, load_text, sample_text
-from m3_convert.walk_progress import walk_progress
-from m3_convert.walker import WalkOptions
+from m3_convert.walk_progress import layer_stages, walk_progress
+from m3_convert.walker import WalkOptions, check_memory
 from m3_runtime import memory
 from m3_runtime.command import guarded, new_app, one_line, run
 from m3_runtime.engine import CACHE_TYPES, ISAS
@@ -68,7 +66,9 @@ class ImatrixReport:
 )
 @guarded
 def imatrix_command(
-    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="Checkpoint folder or GGUF file, of any type.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="SOURCE", help="Checkpoint folder, GGUF file of any type, or Hub id.")
+    ],
     out: Annotated[
         Path,
         typer.Argument(
@@ -102,7 +102,7 @@ def imatrix_command(
 ) -> None:
     start = time.monotonic()
     options = WalkOptions(_cache_type("--kv-type", kv_type), _cache_type("--index-type", index_type), threads)
-    target = _check_output(out, source)
+    target = check_output(out, "the importance matrix", [source])
     content = load_text(text)
     with open_layered(source, isa=isa, threads=threads) as model:
         for note in model.notes:
@@ -113,7 +113,8 @@ def imatrix_command(
         if not sample.ids:
             raise InputError(f"{text}: the text is empty")
         estimated = _estimate(model, len(sample.ids), n, options)
-        with walk_progress(NAME, work(model, len(sample.ids)), model.hparams.n_layer, sys.stderr) as advance:
+        stages = layer_stages(model.hparams.n_layer, work(model, len(sample.ids)))
+        with walk_progress(NAME, stages, sys.stderr) as advance:
             entries = collect(model, np.array(sample.ids, np.int32), n, options, advance)
         n_chunks = -(-len(sample.ids) // n)
         matrix = ImportanceMatrix(str(out), entries, (text.name,), n_chunks, n)
@@ -143,28 +144,6 @@ def _cache_type(option: str, value: str) -> str:
     if value.lower() not in CACHE_TYPES:
         raise InputError(f"{option} is '{value}', expected one of {', '.join(CACHE_TYPES)}")
     return value.lower()
-
-
-def _check_output(out: Path, source: Path) -> Path:
-    """The path that OUT stands for, links followed. Raises InputError, before the work, if no file can be put there."""
-    target = Path(os.path.realpath(out))
-    if target.is_dir():
-        raise InputError(f"{out}: expected a file name for the importance matrix, found a folder")
-    if not target.parent.is_dir():
-        raise InputError(f"{out}: its folder {target.parent} does not exist")
-    if target.exists():
-        if not stat.S_ISREG(target.stat().st_mode):
-            raise InputError(f"{out}: expected a file, found a device or pipe")
-        files = source.iterdir() if source.is_dir() else [source]
-        if any(target.samefile(file) for file in files if file.is_file()):
-            raise InputError(f"{out}: is part of the source")
-    part = target.with_name(target.name + PART_SUFFIX)
-    try:
-        part.open("wb").close()
-        part.unlink()
-    except OSError as error:
-        raise InputError(f"{out}: cannot be written: {error.strerror}") from error
-    return target
 
 
 def _tokenizer(model: LayeredModel) -> ChatTokenizer:
@@ -198,7 +177,7 @@ def _estimate(model: LayeredModel, n_tokens: int, context: int, options: WalkOpt
         f"{n_tokens} tokens in {chunks} {_plural('chunk', chunks)} take about {format_bytes(total)} of memory at the "
         f"peak{free}"
     )
-    check_memory(estimate, room)
+    check_memory(estimate, room, "collecting", "fewer --chunks take less")
     return total
 
 

@@ -12,11 +12,10 @@ import numpy.typing as npt
 
 from m3_convert.imatrix import Entry, Shape
 from m3_convert.layered_model import LayeredModel
-from m3_convert.progress import format_bytes
 from m3_convert.tensor_map import layer_of
 from m3_convert.walker import CHUNK, MemoryEstimate, Walker, WalkOptions, read_share, session_options
 from m3_runtime.engine import Hparams, Session
-from m3_runtime.errors import InputError, MachineError
+from m3_runtime.errors import InputError
 
 _RECORD = ("importance",)
 _EMBEDDINGS = "token_embd.weight"  # looked up, multiplied with nothing
@@ -110,15 +109,6 @@ def estimate_memory(model: LayeredModel, n_tokens: int, context: int, options: W
         layers = max(layers, session + (0 if model.mapped else weights))
         mapped = max(mapped, weights if model.mapped else 0)
     return MemoryEstimate(layers + states + sums + chunk, mapped)
-
-
-def check_memory(estimate: MemoryEstimate, room: int | None) -> None:
-    """Raises MachineError if the walk does not fit in `room` bytes (None: unknown)."""
-    if room is not None and estimate.own > room:
-        raise MachineError(
-            f"not enough memory: collecting takes {format_bytes(estimate.own)}, {format_bytes(room)} are free; "
-            "fewer --chunks take less"
-        )
 
 
 def expert_reach(entries: Mapping[str, Entry]) -> ExpertReach:

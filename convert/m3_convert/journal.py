@@ -66,7 +66,7 @@ def basis_of(plan: Plan, files: Sequence[OutputFile]) -> Basis:
         for tensor in file.tensors:
             contents.update(json.dumps(_identity(tensor)).encode())
     return Basis(
-        program=f"{version()}, library {_library_hash()[:12]}",
+        program=f"{version()}, library {library_hash()[:12]}",
         source={shard.name: plan.source.shards.identity(shard) for shard in sorted(shards)},
         rules={
             "--type or --recipe": [choice.name, choice.recipe.sha256 if choice.recipe else None],
@@ -215,6 +215,6 @@ def _identity(tensor: PlannedTensor) -> list[Any]:
     return [tensor.name, int(tensor.type), list(tensor.ne), tensor.offset, tensor.plus_one, tensor.bounded, sources]
 
 
-def _library_hash() -> str:
+def library_hash() -> str:
     with (LIBRARY_FOLDER / "libm3.so").open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

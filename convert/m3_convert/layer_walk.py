@@ -1,165 +1,313 @@
-"""Walks two models layer by layer over the same tokens and compares the blocks that they select.
+"""Walks the runs of a check layer by layer over the same tokens and compares them with the reference.
 
-Each model goes its own way: what enters a layer is what left the layer before it in the same model, so differences add
-up as they do in use. In memory at a time: the hidden states of both models for all tokens, and the weights and the
-cache of one layer of one model.
+Each run goes its own way: what enters a layer is what left the layer before it in the same run, so differences add up
+as they do in use. In memory at a time: the hidden states of all runs for all tokens, and the weights and the cache of
+one layer of one model; at the end the heads of all models.
+
+Within a layer the free runs of the candidate go first and only their lists are kept. The reference follows chunk by
+chunk and is compared with all of them while its scores and masses, as many as queries times blocks, are there. The
+forced run, which reads the reference's lists, is the last.
 """
 
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
-from m3_convert.layered_model import LayeredModel
-from m3_convert.progress import format_bytes
-from m3_convert.selection import (
-    Agreement,
-    LayerTally,
-    Lists,
-    PositionBuckets,
-    SelectionRule,
-    compare_lists,
-    score_rounding,
-)
-from m3_convert.walker import CHUNK, Advance, MemoryEstimate, Walker, WalkOptions, read_share, session_options
-from m3_runtime.engine import Hparams, Session
-from m3_runtime.errors import InputError, MachineError, NothingTestedError
+from m3_convert.check_runs import CheckRuns
+from m3_convert.comparable import check_choice, selection_rule
+from m3_convert.comparison import LayerComparison, ReferenceRows, SelectionComparison
+from m3_convert.divergence import Divergence, compare_logits, itself
+from m3_convert.index_deviation import IndexDeviation, index_deviation
+from m3_convert.selection import Floats, Lists, PositionBuckets, SelectionRule, score_rounding
+from m3_convert.walk_state import Arrays, Snapshot, WalkState, comparison_arrays, restore_comparison
+from m3_convert.walker import Advance, Visit, Walker, head_options, head_share, named_errors, read_share
+from m3_convert.worst_queries import WorstQueries, WorstQuery
+from m3_runtime.engine import Session
 
+_REFERENCE, _CANDIDATE, _FORCED, _ISOLATED = "reference", "candidate", "forced", "isolated"
 _LISTS = ("blocks",)
-_SCORES = ("blocks", "scores")
+_TAPS = ("blocks", "scores", "mass")
 
 
-def selection_rule(hparams: Hparams) -> SelectionRule:
-    return SelectionRule(hparams.top_k, hparams.block_size, hparams.local_blocks)
+@dataclass(frozen=True)
+class CheckResult:
+    """What the runs of a check gave."""
 
-
-def check_comparable(reference: LayeredModel, candidate: LayeredModel) -> None:
-    """Raises InputError, naming the first difference, unless both sides are the same model but for its weights."""
-    for field in fields(Hparams):
-        ours, theirs = getattr(reference.hparams, field.name), getattr(candidate.hparams, field.name)
-        # What a file says of its trained context changes nothing that is computed.
-        if field.name != "context_train" and ours != theirs:
-            raise InputError(
-                f"{candidate.name} cannot be compared with {reference.name}: {field.name} is {theirs}, expected {ours}"
-            )
-    ours, theirs = _tokens(reference), _tokens(candidate)
-    if ours != theirs:
-        i = next(i for i in range(len(ours)) if ours[i] != theirs[i])
-        raise InputError(
-            f"{candidate.name} cannot be compared with {reference.name}: the vocabularies differ: token {i} is "
-            f"{theirs[i]!r}, expected {ours[i]!r}"
-        )
-
-
-def _tokens(side: LayeredModel) -> list[object]:
-    tokens = side.model.gguf.metadata.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, list):
-        raise InputError(f"{side.name}: has no token list (tokenizer.ggml.tokens), so that no text can be compared")
-    return list(tokens)
-
-
-def check_choice(hparams: Hparams, n_tokens: int) -> None:
-    """Raises NothingTestedError, with the numbers, if no query among `n_tokens` tokens has a choice of blocks."""
-    rule = selection_rule(hparams)
-    if hparams.n_dense_layer == hparams.n_layer:
-        raise NothingTestedError(
-            f"no query had a choice of blocks: all {hparams.n_layer} layers of the model are dense and read every token"
-        )
-    if not rule.chooses:
-        raise NothingTestedError(
-            f"no query had a choice of blocks: all {rule.top_k} blocks that a query reads are local ones"
-        )
-    if n_tokens <= rule.always_read:
-        raise NothingTestedError(
-            f"no query had a choice of blocks: {n_tokens} tokens, and every block is read up to top_k * block_size = "
-            f"{rule.top_k} * {rule.block_size} = {rule.always_read} tokens; take a longer text or context"
-        )
-
-
-def estimate_memory(
-    reference: LayeredModel, candidate: LayeredModel, n_tokens: int, options: WalkOptions
-) -> MemoryEstimate:
-    """What `walk` will take at its peak for `n_tokens` tokens."""
-    h = reference.hparams
-    n_blocks = -(-n_tokens // h.block_size)
-    states = 2 * n_tokens * h.n_embd * 4
-    lists = n_tokens * h.n_index_head * h.top_k * 4
-    # The scores of a chunk as recorded and as copied, and some ten masks and temporaries of one byte to eight.
-    chunk = min(CHUNK, n_tokens) * (h.n_index_head * n_blocks * 40 + 2 * h.n_embd * 4)
-    own, mapped = 0, 0
-    for side in (reference, candidate):
-        for layer in range(h.n_layer):
-            session = side.model.memory(**session_options(layer, n_tokens, options, _SCORES)).total
-            weights = side.layer_bytes(layer)
-            own = max(own, session + (0 if side.mapped else weights))
-            mapped = max(mapped, weights if side.mapped else 0)
-    return MemoryEstimate(own + states + lists + chunk, mapped)
-
-
-def check_memory(estimate: MemoryEstimate, room: int | None) -> None:
-    """Raises MachineError if the walk does not fit in `room` bytes (None: unknown)."""
-    if room is not None and estimate.own > room:
-        raise MachineError(
-            f"not enough memory: the check takes {format_bytes(estimate.own)}, {format_bytes(room)} are free; "
-            "a smaller --context takes less"
-        )
-
-
-def work(reference: LayeredModel, candidate: LayeredModel, n_tokens: int) -> float:
-    """All that `walk` reports to `advance`."""
-    return reference.hparams.n_layer * n_tokens * (2 + read_share(reference) + read_share(candidate))
+    rule: SelectionRule
+    buckets: PositionBuckets
+    selection: SelectionComparison | None  #: of the candidate; None in dense attention, which selects nothing
+    isolated: SelectionComparison | None
+    groups: Mapping[str, SelectionComparison]  #: by restored group
+    reference: Divergence | None  #: the reference beside itself; None without logits
+    candidate: Divergence | None
+    forced: Divergence | None
+    group_logits: Mapping[str, Divergence]
+    deviations: Mapping[int, IndexDeviation]  #: by sparse layer
+    worst: Sequence[WorstQuery]
 
 
 def walk(
-    reference: LayeredModel,
-    candidate: LayeredModel,
+    runs: CheckRuns,
     ids: npt.NDArray[np.int32],
-    options: WalkOptions | None = None,
+    state: WalkState | None = None,
     advance: Advance = lambda _: None,
-) -> Agreement:
-    """Agreement of the block selections of two comparable models over `ids`, int32 [n].
+) -> CheckResult:
+    """Runs over `ids`, int32 [n], of two comparable models.
 
-    Raises NothingTestedError if no query has a choice, InputError and NotFiniteError naming the model and what is
-    wrong with its weights.
+    state: where an earlier run of the same check left off, and where this one notes how far it is. advance: see
+    `CheckRuns.stages`. Raises NothingTestedError if no query has a choice, InputError and NotFiniteError naming the
+    model and what is wrong with its weights. The result depends neither on threads nor on where a run was interrupted.
     """
-    h, options = reference.hparams, options or WalkOptions()
-    check_choice(h, len(ids))
-    rule = selection_rule(h)
-    buckets = PositionBuckets.over(rule, len(ids))
-    walkers = [Walker(side, ids, options, advance) for side in (reference, candidate)]
-    tallies = []
-    for layer in range(h.n_layer):
-        if layer < h.n_dense_layer:
-            for walker in reversed(walkers):
-                walker.layer(layer, record=_LISTS)
-            continue
-        q_norm, k_norm = (reference.vector(f"blk.{layer}.indexer.{name}.weight") for name in ("q_norm", "k_norm"))
-        tally = LayerTally(layer, h.n_index_head, buckets, score_rounding(q_norm, k_norm))
-        _walk_sparse_layer(walkers[0], walkers[1], rule, tally)
-        tallies.append(tally)
-    return Agreement(rule, buckets, tallies)
+    check_choice(runs.hparams, len(ids))
+    return _Walk(runs, ids, state or WalkState(), advance).result()
 
 
-def _walk_sparse_layer(reference: Walker, candidate: Walker, rule: SelectionRule, tally: LayerTally) -> None:
-    """The candidate goes first and only its lists are kept, so that the reference's scores, which are as many as
-    queries times blocks, are needed for one chunk at a time."""
-    h, layer = reference.side.hparams, tally.layer
-    lists: Lists = np.empty((len(candidate.ids), h.n_index_head, h.top_k), np.int32)
+@dataclass
+class _Lane:
+    """A run: its hidden states, and what it selects beside the reference.
 
-    def keep(first: int, session: Session) -> None:
-        lists[first : first + CHUNK] = session.selected_blocks(layer)
+    first_layer: where it leaves the way of the candidate, whose states and comparisons are its own before; None if it
+    never was on it.
+    """
 
-    def compare(first: int, session: Session) -> None:
-        ours = session.selected_blocks(layer)
-        positions = np.arange(first, first + len(ours))
-        tested = rule.had_choice(positions)
-        if not tested.any():
-            return
-        positions = positions[tested]
-        scores = session.block_scores(layer)[tested]
-        theirs = lists[first : first + CHUNK][tested]
-        forced = rule.forced(positions, scores.shape[-1])
-        tally.add(positions, compare_lists(ours[tested], theirs, scores, forced, tally.rounding))
+    name: str
+    walker: Walker
+    first_layer: int | None = None
+    compared: dict[int, LayerComparison] = field(default_factory=dict)  #: by layer
 
-    candidate.layer(layer, record=_LISTS, visit=keep)
-    reference.layer(layer, record=_SCORES, visit=compare)
+    def begins(self, layer: int) -> bool:
+        """True if it goes through the layer on its own."""
+        return self.first_layer is None or self.first_layer <= layer
+
+
+class _Walk:
+    def __init__(self, runs: CheckRuns, ids: npt.NDArray[np.int32], state: WalkState, advance: Advance) -> None:
+        self._runs, self._ids, self._state, self._advance = runs, ids, state, advance
+        h = runs.hparams
+        self._h = h
+        self._rule = selection_rule(h)
+        self._buckets = PositionBuckets.over(self._rule, len(ids))
+        self._n_blocks = -(-len(ids) // h.block_size)
+        self._reference = _Lane(_REFERENCE, Walker(runs.reference, ids, runs.reference_options, advance))
+        self._candidate = _Lane(_CANDIDATE, Walker(runs.candidate, ids, runs.candidate_options, advance))
+        self._isolated = _Lane(_ISOLATED, self._candidate.walker)
+        self._forced = _Lane(
+            _FORCED, Walker(runs.candidate, ids, runs.forced_options, advance), first_layer=h.n_dense_layer
+        )
+        self._groups = [
+            _Lane(group.group, Walker(group, ids, runs.candidate_options, advance), first_layer=group.first_layer)
+            for group in runs.groups
+        ]
+        self._deviations: dict[int, IndexDeviation] = {}
+        self._worst = WorstQueries(h.block_size)
+
+    # -------------------------------------------------------------------------------------------- layers
+
+    def result(self) -> CheckResult:
+        first = self._restore()
+        for layer in range(first, self._h.n_layer):
+            for lane in self._following():
+                if lane.first_layer == layer > 0:
+                    lane.walker.states[:] = self._candidate.walker.states
+            if layer < self._h.n_dense_layer:
+                self._dense_layer(layer)
+            else:
+                self._sparse_layer(layer)
+            if self._state.due():
+                self._save(layer + 1)
+        logits = self._logits() if self._runs.logits else {}
+        return CheckResult(
+            rule=self._rule,
+            buckets=self._buckets,
+            selection=self._comparison(self._candidate) if self._runs.candidate_options.selects else None,
+            isolated=self._comparison(self._isolated) if self._runs.isolated else None,
+            groups={lane.name: self._comparison(lane) for lane in self._groups},
+            reference=logits.get(_REFERENCE),
+            candidate=logits.get(_CANDIDATE),
+            forced=logits.get(_FORCED),
+            group_logits={lane.name: logits[lane.name] for lane in self._groups if lane.name in logits},
+            deviations=self._deviations,
+            worst=list(self._worst),
+        )
+
+    def _following(self) -> list[_Lane]:
+        """The runs that begin as the candidate's."""
+        return [*self._groups, *([self._forced] if self._runs.forced else [])]
+
+    def _dense_layer(self, layer: int) -> None:
+        for lane in (self._candidate, *self._groups, self._reference):
+            if lane.begins(layer):
+                lane.walker.layer(layer, record=())
+
+    def _sparse_layer(self, layer: int) -> None:
+        q_norm, k_norm = (
+            self._runs.reference.vector(f"blk.{layer}.indexer.{name}.weight") for name in ("q_norm", "k_norm")
+        )
+        self._deviations[layer] = index_deviation(self._runs.reference, self._runs.candidate, layer)
+        rounding = score_rounding(q_norm, k_norm)
+        lists: list[tuple[_Lane, Lists]] = []
+        if self._runs.candidate_options.selects:
+            lists += self._candidate_layer(layer)
+        else:
+            self._candidate.walker.layer(layer, record=())
+        for lane in self._groups:
+            if lane.begins(layer):
+                found = self._empty_lists()
+                lane.walker.layer(layer, record=_LISTS, visit=_keep(layer, found))
+                lists.append((lane, found))
+        for lane, _ in lists:
+            lane.compared[layer] = self._new_comparison(layer, rounding)
+        read = self._empty_lists() if self._runs.forced else None
+        self._reference_layer(layer, lists, read)
+        if read is not None:
+            self._forced.walker.read(layer, read)
+
+    def _candidate_layer(self, layer: int) -> list[tuple[_Lane, Lists]]:
+        """The candidate's lists, and those of the isolated run, for which its weights are bound anyway."""
+        walker, lists = self._candidate.walker, [(self._candidate, self._empty_lists())]
+        with walker.bound(layer) as model:
+            if self._runs.isolated:
+                lists.append((self._isolated, self._empty_lists()))
+                walker.probe(model, layer, self._reference.walker.states, _keep(layer, lists[1][1]))
+            walker.through(model, layer, record=_LISTS, visit=_keep(layer, lists[0][1]))
+        return lists
+
+    def _reference_layer(self, layer: int, lists: list[tuple[_Lane, Lists]], read: Lists | None) -> None:
+        """read: gets the reference's lists."""
+
+        def compare(rows: slice, session: Session) -> None:
+            ours = session.selected_blocks(layer)
+            if read is not None:
+                read[rows] = ours
+            if not lists:
+                return
+            positions = np.arange(rows.start, rows.stop)
+            tested = self._rule.had_choice(positions)
+            if not tested.any():
+                return
+            positions = positions[tested]
+            # As many columns in every chunk: the order in which a row is summed depends on its length.
+            scores = np.full((len(positions), self._h.n_index_head, self._n_blocks), -np.inf, np.float32)
+            seen = session.block_scores(layer)[tested]
+            scores[..., : seen.shape[-1]] = seen
+            forced = self._rule.forced(positions, self._n_blocks)
+            found = ReferenceRows(positions, ours[tested], scores, session.attention_mass(layer)[tested], forced)
+            for lane, theirs in lists:
+                part = theirs[rows][tested]
+                difference = lane.compared[layer].add(found, part)
+                if lane is self._candidate:
+                    self._worst.add(layer, found, part, difference)
+
+        self._reference.walker.layer(layer, record=_TAPS, visit=compare)
+
+    def _empty_lists(self) -> Lists:
+        return np.empty((len(self._ids), self._h.n_index_head, self._h.top_k), np.int32)
+
+    def _new_comparison(self, layer: int, rounding: float) -> LayerComparison:
+        heads = self._h.n_index_head, self._h.n_head
+        return LayerComparison.empty(layer, heads, self._buckets, rounding)
+
+    def _comparison(self, lane: _Lane) -> SelectionComparison:
+        layers = range(self._h.n_dense_layer, self._h.n_layer)
+        found = [(lane if lane.begins(layer) else self._candidate).compared[layer] for layer in layers]
+        return SelectionComparison(self._rule, self._buckets, found)
+
+    # -------------------------------------------------------------------------------------------- logits
+
+    def _logits(self) -> dict[str, Divergence]:
+        runs, n = self._runs, len(self._ids)
+        others = [self._candidate, *self._following()]
+        found = {name: Divergence(n) for name in (_REFERENCE, *(lane.name for lane in others))}
+        step = runs.head_rows(n)
+        share = head_share(self._h)
+        following = np.append(self._ids[1:], 0).astype(np.int64)
+        with ExitStack() as stack:
+            sessions = self._head_sessions(stack, step)
+            for first in range(0, n, step):
+                rows = slice(first, min(first + step, n))
+                ours = self._head(sessions[_REFERENCE], self._reference, rows)
+                found[_REFERENCE].put(first, itself(ours, following[rows]))
+                self._advance((rows.stop - first) * share)
+                for lane in others:
+                    logits = self._head(sessions[lane.name], lane, rows)
+                    found[lane.name].put(first, compare_logits(ours, logits, following[rows]))
+                    self._advance((rows.stop - first) * share)
+        return found
+
+    def _head_sessions(self, stack: ExitStack, rows: int) -> dict[str, Session]:
+        """Sessions of the head of each run, by its name."""
+        runs, n = self._runs, len(self._ids)
+        opened: dict[int, Session] = {}
+        for side in runs.heads():
+            per_byte = n * read_share(side) / side.layer_bytes(self._h.n_layer)
+            with named_errors(side):
+                model = stack.enter_context(side.bound(self._h.n_layer, partial(self._bound_bytes, per_byte)))
+                options = head_options(self._h, rows, runs.candidate_options)
+                opened[id(side)] = stack.enter_context(model.session(**options))
+        candidate = opened[id(runs.candidate)]
+        sessions = {_REFERENCE: opened[id(runs.reference)], _CANDIDATE: candidate, _FORCED: candidate}
+        return sessions | {group.group: opened.get(id(group), candidate) for group in runs.groups}
+
+    def _bound_bytes(self, per_byte: float, n_bytes: int) -> None:
+        self._advance(n_bytes * per_byte)
+
+    def _head(self, session: Session, lane: _Lane, rows: slice) -> Floats:
+        # A run that never left the candidate's way has its states.
+        walker = lane.walker if lane.begins(self._h.n_layer - 1) else self._candidate.walker
+        session.rewind(0)
+        with named_errors(walker.side):
+            return session.forward([(0, walker.states[rows])], output="all")
+
+    # -------------------------------------------------------------------------------------------- state
+
+    def _lanes(self, layer: int) -> list[_Lane]:
+        """The runs that have hidden states of their own behind `layer` layers."""
+        lanes = [self._reference, self._candidate, *self._following()]
+        return [lane for lane in lanes if lane.begins(layer - 1)]
+
+    def _compared_lanes(self) -> list[_Lane]:
+        return [self._candidate, self._isolated, *self._groups]
+
+    def _save(self, layer: int) -> None:
+        """After `layer` layers."""
+        arrays: Arrays = {f"states.{lane.name}": lane.walker.states for lane in self._lanes(layer)}
+        roundings: dict[str, dict[int, float]] = {}
+        for lane in self._compared_lanes():
+            roundings[lane.name] = {n: compared.agreement.rounding for n, compared in lane.compared.items()}
+            for n, compared in lane.compared.items():
+                arrays |= comparison_arrays(compared, f"{lane.name}.{n}")
+        about = {
+            "roundings": roundings,
+            "deviations": {n: [list(d.queries), d.keys] for n, d in self._deviations.items()},
+            "worst": self._worst.to_json(),
+        }
+        self._state.save(Snapshot(layer, arrays, about))
+
+    def _restore(self) -> int:
+        """Takes over what an earlier run left, and returns how many layers that has done."""
+        snapshot, self._state.snapshot = self._state.snapshot, None
+        if snapshot is None:
+            return 0
+        for lane in self._lanes(snapshot.layer):
+            lane.walker.states[...] = snapshot.arrays[f"states.{lane.name}"]
+        for lane in self._compared_lanes():
+            for key, rounding in snapshot.about["roundings"][lane.name].items():
+                lane.compared[int(key)] = self._new_comparison(int(key), rounding)
+                restore_comparison(lane.compared[int(key)], f"{lane.name}.{key}", snapshot.arrays)
+        for key, (queries, keys) in snapshot.about["deviations"].items():
+            self._deviations[int(key)] = IndexDeviation(tuple(queries), keys)
+        self._worst.restore(snapshot.about["worst"])
+        return snapshot.layer
+
+
+def _keep(layer: int, lists: Lists) -> Visit:
+    """Puts the lists of each chunk into `lists`."""
+
+    def keep(rows: slice, session: Session) -> None:
+        lists[rows] = session.selected_blocks(layer)
+
+    return keep

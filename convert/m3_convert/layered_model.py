@@ -1,11 +1,13 @@
-"""A model whose weights are bound to the engine one layer at a time: a GGUF file or a checkpoint folder.
+"""A model whose weights are bound to the engine one layer at a time: a GGUF file, a checkpoint folder, or a Hub id.
 
-A folder is evaluated as the file that `m3-convert --type auto` would write from it, without writing it.
+A checkpoint is evaluated as the file that `m3-convert --type auto` would write from it, without writing it.
 """
 
+import hashlib
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import TracebackType
@@ -14,16 +16,18 @@ from typing import Any, Literal, Protocol, Self
 import numpy as np
 import numpy.typing as npt
 
-from m3_convert.checkpoint import Checkpoint
+from m3_convert.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint
+from m3_convert.disk_room import check_rooms
 from m3_convert.encode import Encoder
 from m3_convert.gguf_file import header_bytes
+from m3_convert.hub_shards import HubShards
 from m3_convert.metadata import plan_metadata
 from m3_convert.plan import Plan, plan_conversion
 from m3_convert.source import open_source
 from m3_convert.tensor_map import layer_of
 from m3_runtime.engine import GGUF, Model, Tensor
 from m3_runtime.errors import InputError
-from m3_runtime.quantize import type_name
+from m3_runtime.quantize import TensorType, dequantize_rows, row_bytes, type_name
 
 Kind = Literal["gguf", "checkpoint"]
 
@@ -116,7 +120,7 @@ class CheckpointWeights:
         self._open = ExitStack()
         self._encoder = self._open.enter_context(Encoder(threads, shards=plan.source.shards))
         shards = {t.shard for tensor in plan.tensors for m in tensor.matrices for t in m.sources}
-        self.n_bytes = sum(shard.stat().st_size for shard in shards)
+        self.n_bytes = sum(map(plan.source.shards.size, shards))
 
     def parts(self, tensor: str) -> Iterator[Part]:
         for matrix in self._encoder.matrices(self._tensors[tensor]):
@@ -129,19 +133,35 @@ class CheckpointWeights:
         self._open.close()
 
 
+@dataclass(frozen=True)
+class Origin:
+    """Where a model comes from."""
+
+    identity: Mapping[str, list[int | str]] = field(default_factory=dict)
+    """What tells the content of its files, by name: size and time, or a digest."""
+
+    described_by: tuple[Path, ...] = ()
+    """The files whose hash stands for it: all of a GGUF model; of a checkpoint its config and the index of its shards,
+    or its only shard if that is there already."""
+
+    notes: tuple[str, ...] = ()  #: warnings of the source, for people
+
+
 class LayeredModel:
     """One side of a comparison. Use it as a context manager.
 
     `model` knows shapes and types; `bound` gives it the weights of one layer.
     """
 
-    def __init__(self, name: str, kind: Kind, model: Model, weights: Weights, notes: Sequence[str] = ()) -> None:
+    def __init__(self, name: str, kind: Kind, model: Model, weights: Weights, origin: Origin) -> None:
         self.name = name  #: as the user wrote it
         self.kind: Kind = kind
         self.model = model
         self.hparams = model.hparams
-        self.notes = tuple(notes)  #: warnings of the source, for people
-        self._weights = weights
+        self.origin = origin
+        self.notes = origin.notes
+        self.weights = weights
+        self._types = {t.name: (t.type, t.ne[0]) for t in model.gguf.tensors}
         self._sizes = {t.name: t.n_bytes for t in model.gguf.tensors}
         self._by_layer: dict[int, list[str]] = {}
         for tensor in self._sizes:
@@ -150,16 +170,20 @@ class LayeredModel:
     @property
     def n_bytes(self) -> int:
         """Bytes on disk: of the GGUF file, or of all shards of the checkpoint."""
-        return self._weights.n_bytes
+        return self.weights.n_bytes
 
     @property
     def mapped(self) -> bool:
         """True if bound weights are pages of a file, False if they are memory of this process."""
-        return self._weights.mapped
+        return self.weights.mapped
 
     def layer_bytes(self, layer: int) -> int:
         """Bytes of the weights that `bound(layer)` binds."""
         return sum(self._sizes[name] for name in self._needed(layer))
+
+    def owned_bytes(self, layer: int) -> int:
+        """Of these, those that are memory of this process."""
+        return 0 if self.mapped else self.layer_bytes(layer)
 
     def types(self) -> dict[str, dict[str, int]]:
         """Bytes by type name in each tensor group, as evaluated, in the order of TENSOR_GROUPS."""
@@ -172,38 +196,47 @@ class LayeredModel:
 
     def vector(self, tensor: str) -> npt.NDArray[np.float32]:
         """A one-dimensional tensor; the engine accepts these as F32 only."""
-        (_, data), *_ = self._weights.parts(tensor)
+        (_, data), *_ = self.weights.parts(tensor)
         return np.frombuffer(data, "<f4").astype(np.float32)
+
+    def values(self, tensor: str) -> npt.NDArray[np.float32]:
+        """The values of a tensor that is no stack of experts, float32 [rows, ne[0]]."""
+        (_, data), *_ = self.weights.parts(tensor)
+        type_, columns = self._types[tensor]
+        rows = np.frombuffer(data, np.uint8).reshape(-1, row_bytes(type_, columns))
+        return dequantize_rows(TensorType(type_), rows, columns)
 
     @contextmanager
     def bound(self, layer: int, done: Callable[[int], None]) -> Iterator[Model]:
         """The model with what a window of this one layer needs; the weights are let go at the end.
 
-        done: told the bytes of each tensor that was bound. Raises InputError for broken values in a checkpoint.
+        layer: n_layer stands for output norm and head. done: told the bytes of each tensor that was bound. Raises
+        InputError for broken values in a checkpoint.
         """
         names = self._needed(layer)
         try:
             for name in names:
-                for expert, data in self._weights.parts(name):
+                for expert, data in self.weights.parts(name):
                     self.model.bind(name, data, expert)
                 done(self._sizes[name])
             yield self.model
         finally:
-            self.model.unbind_layer(layer)
+            if layer < self.hparams.n_layer:
+                self.model.unbind_layer(layer)
             self.model.unbind_layer(-1)
-            self._weights.release(names)
+            self.weights.release(names)
 
     def _needed(self, layer: int) -> list[str]:
-        names = list(self._by_layer[layer])
+        names = list(self._by_layer.get(layer, ()))
         if layer == 0:
             names.append("token_embd.weight")
-        if layer == self.hparams.n_layer - 1:  # the engine asks for the head with the last layer
+        if layer >= self.hparams.n_layer - 1:  # the engine asks for the head with the last layer
             names += ["output_norm.weight", "output.weight"]
         return names
 
     def close(self) -> None:
         self.model.close()
-        self._weights.close()
+        self.weights.close()
 
     def __enter__(self) -> Self:
         return self
@@ -215,7 +248,8 @@ class LayeredModel:
 
 
 def open_layered(path: Path, *, isa: str = "auto", threads: int = 0) -> LayeredModel:
-    """Opens a GGUF file, any one of a split model, the folder of one, or a checkpoint folder.
+    """Opens a GGUF file, any one of a split model, the folder of one, a checkpoint folder, or an id on the Hub, whose
+    shards are then downloaded into the Hub's cache, each when its first layer is bound.
 
     isa: instruction set of the CPU kernels, see `Model`. threads: for the conversion of a checkpoint's tensors, 0 takes
     all cores. Raises InputError that names what is wrong, as the engine and m3-convert do.
@@ -230,12 +264,30 @@ def _open_gguf(path: Path, isa: str) -> LayeredModel:
     with GGUF(path) as gguf:  # checks counts, offsets and sizes against the files
         tensors, files, header = gguf.tensors, gguf.files, gguf.header()
     weights = MappedWeights(files, tensors)
-    return LayeredModel(str(path), "gguf", Model.from_header(header, str(path), isa=isa), weights)
+    paths = tuple(map(Path, files))
+    identity: dict[str, list[int | str]] = {}
+    for file in paths:
+        status = file.stat()
+        identity[file.name] = [status.st_size, status.st_mtime_ns]
+    origin = Origin(identity, paths)
+    return LayeredModel(str(path), "gguf", Model.from_header(header, str(path), isa=isa), weights, origin)
 
 
 def _open_checkpoint(checkpoint: Checkpoint, isa: str, threads: int) -> LayeredModel:
     plan = plan_conversion(checkpoint)
     metadata, notes = plan_metadata(plan)
-    name = str(checkpoint.path)
-    model = Model.from_header(header_bytes(plan, metadata), name, isa=isa)
-    return LayeredModel(name, "checkpoint", model, CheckpointWeights(plan, threads), (*plan.warnings, *notes))
+    if isinstance(checkpoint.shards, HubShards):
+        needed = sorted({t.shard for tensor in plan.tensors for m in tensor.matrices for t in m.sources})
+        check_rooms([checkpoint.shards.room(needed)])
+        checkpoint.shards.expect(len(checkpoint.shards.missing(needed)))
+    name, header = str(checkpoint.path), header_bytes(plan, metadata)
+    model = Model.from_header(header, name, isa=isa)
+    shards = {t.shard for tensor in plan.tensors for m in tensor.matrices for t in m.sources}
+    identity = {shard.name: checkpoint.shards.identity(shard) for shard in sorted(shards)}
+    identity["header"] = [hashlib.sha256(header).hexdigest()]
+    described_by = [checkpoint.folder / name for name in ("config.json", INDEX_NAME)]
+    if not described_by[1].is_file():
+        described_by[1] = checkpoint.folder / SINGLE_NAME
+    described_by = [path for path in described_by if path.is_file()]  # the only shard of a Hub id may be yet to come
+    origin = Origin(identity, tuple(described_by), (*plan.warnings, *notes))
+    return LayeredModel(name, "checkpoint", model, CheckpointWeights(plan, threads), origin)

@@ -70,6 +70,15 @@ class SelectionRule:
 
 
 @dataclass(frozen=True)
+class Swaps:
+    """Blocks that one side alone reads: bool [n, heads, n_blocks]."""
+
+    ours: Mask  #: blocks that the reference reads
+    lost: Mask  #: blocks that only the reference reads
+    gained: Mask  #: blocks that only the candidate reads
+
+
+@dataclass(frozen=True)
 class Comparison:
     """Lists of some queries compared, arrays [n, heads]. A list that is neither equal nor a tie is changed."""
 
@@ -91,20 +100,32 @@ def block_masks(lists: Lists, n_blocks: int) -> Mask:
     return mask[..., :n_blocks]
 
 
+def swapped_blocks(reference: Lists, candidate: Lists, n_blocks: int) -> Swaps:
+    """What differs between lists of the same queries, int32 [n, heads, top_k]."""
+    ours, theirs = block_masks(reference, n_blocks), block_masks(candidate, n_blocks)
+    return Swaps(ours, ours & ~theirs, theirs & ~ours)
+
+
 def compare_lists(reference: Lists, candidate: Lists, scores: Floats, forced: Mask, rounding: float) -> Comparison:
     """Compares the lists of the same queries.
 
-    reference, candidate: int32 [n, heads, top_k]. scores: the reference's block scores, float32 [n, heads, n_blocks],
-    -inf for blocks that are not visible. forced: the local blocks, bool [n, n_blocks]. rounding: see `score_rounding`.
+    reference, candidate: int32 [n, heads, top_k]. scores, forced, rounding: as for `compare_swaps`.
+    """
+    return compare_swaps(swapped_blocks(reference, candidate, scores.shape[-1]), scores, forced, rounding)
+
+
+def compare_swaps(swaps: Swaps, scores: Floats, forced: Mask, rounding: float) -> Comparison:
+    """Judges what differs between the lists of the same queries.
+
+    scores: the reference's block scores, float32 [n, heads, n_blocks], -inf for blocks that are not visible. forced:
+    the local blocks, bool [n, n_blocks]. rounding: see `score_rounding`.
 
     A difference is a tie if as many blocks were lost as gained, none of them a local one, and no lost block has a
     score that is more than `rounding` above that of a gained one. Rounding cannot make any other swap.
     """
-    n_blocks = scores.shape[-1]
-    ours, theirs = block_masks(reference, n_blocks), block_masks(candidate, n_blocks)
-    lost, gained = ours & ~theirs, theirs & ~ours
+    lost, gained = swaps.lost, swaps.gained
     n_lost, n_gained = lost.sum(axis=-1), gained.sum(axis=-1)
-    either = (ours | theirs).sum(axis=-1)
+    n_ours = swaps.ours.sum(axis=-1)
     equal = (n_lost == 0) & (n_gained == 0)
     tie = ~equal & (n_lost == n_gained)
     if tie.any():
@@ -114,7 +135,7 @@ def compare_lists(reference: Lists, candidate: Lists, scores: Floats, forced: Ma
         with np.errstate(invalid="ignore"):  # inf - inf where nothing was swapped
             tie &= (best_lost - worst_gained <= rounding) & ~local
     same = equal | tie
-    overlap = np.where(same, 1.0, (either - n_lost - n_gained) / np.maximum(either, 1))
+    overlap = np.where(same, 1.0, (n_ours - n_lost) / np.maximum(n_ours + n_gained, 1))
     return Comparison(equal, tie, overlap, np.where(same, 0, n_lost).astype(np.int64))
 
 
@@ -147,63 +168,71 @@ class PositionBuckets:
 
 @dataclass
 class LayerTally:
-    """Agreement in one sparse layer, counted up chunk by chunk. Arrays are [heads], those by bucket [heads, buckets].
+    """Agreement in one sparse layer, counted up chunk by chunk. Arrays are [heads], those by bucket [buckets, heads].
 
-    Counts are lists, one for each tested query. Positions are those of queries, -1 if there is none.
+    Counts are lists, one for each tested query. Positions are those of queries, -1 if there is none. Sums add up in the
+    order of the queries, so that no bit depends on how these are cut into chunks.
     """
 
     layer: int
     n_heads: int
     buckets: PositionBuckets
     rounding: float  #: score difference up to which a swap is a tie
-    tested: int = 0  #: queries that had a choice, the same for every head
     equal: Ints = field(init=False)
     ties: Ints = field(init=False)
     changed: Ints = field(init=False)
     blocks_lost: Ints = field(init=False)
-    overlap_sum: Doubles = field(init=False)
     overlap_min: Doubles = field(init=False)
     overlap_min_at: Ints = field(init=False)
     first_changed: Ints = field(init=False)
     bucket_tested: Ints = field(init=False)  #: [buckets]
     bucket_changed: Ints = field(init=False)
     bucket_overlap_sum: Doubles = field(init=False)
+    bucket_overlap_min: Doubles = field(init=False)
 
     def __post_init__(self) -> None:
         def zeros() -> Ints:
             return np.zeros(self.n_heads, np.int64)
 
-        shape = (self.n_heads, len(self.buckets))
+        shape = (len(self.buckets), self.n_heads)
         self.equal, self.ties, self.changed, self.blocks_lost = zeros(), zeros(), zeros(), zeros()
-        self.overlap_sum = np.zeros(self.n_heads)
         self.overlap_min = np.ones(self.n_heads)
         self.overlap_min_at, self.first_changed = zeros() - 1, zeros() - 1
-        self.bucket_tested = np.zeros(shape[1], np.int64)
+        self.bucket_tested = np.zeros(shape[0], np.int64)
         self.bucket_changed = np.zeros(shape, np.int64)
-        self.bucket_overlap_sum = np.zeros(shape)
+        self.bucket_overlap_sum, self.bucket_overlap_min = np.zeros(shape), np.ones(shape)
 
     def add(self, positions: Ints, comparison: Comparison) -> None:
         """Counts queries that had a choice, in ascending order of position. positions: int [n]."""
         if not len(positions):
             return
         changed = comparison.changed
-        self.tested += len(positions)
         self.equal += comparison.equal.sum(axis=0)
         self.ties += comparison.tie.sum(axis=0)
         self.changed += changed.sum(axis=0)
         self.blocks_lost += comparison.lost.sum(axis=0)
-        self.overlap_sum += comparison.overlap.sum(axis=0)
-        bucket, n = self.buckets.index(positions), len(self.buckets)
-        self.bucket_tested += np.bincount(bucket, minlength=n)
+        bucket = self.buckets.index(positions)
+        np.add.at(self.bucket_tested, bucket, 1)
+        np.add.at(self.bucket_changed, bucket, changed)
+        np.add.at(self.bucket_overlap_sum, bucket, comparison.overlap)
+        np.minimum.at(self.bucket_overlap_min, bucket, comparison.overlap)
         for head in range(self.n_heads):
             overlap = comparison.overlap[:, head]
-            self.bucket_changed[head] += np.bincount(bucket[changed[:, head]], minlength=n)
-            self.bucket_overlap_sum[head] += np.bincount(bucket, weights=overlap, minlength=n)
             lowest = int(overlap.argmin())
             if overlap[lowest] < self.overlap_min[head]:
                 self.overlap_min[head], self.overlap_min_at[head] = overlap[lowest], positions[lowest]
             if self.first_changed[head] < 0 and changed[:, head].any():
                 self.first_changed[head] = positions[int(changed[:, head].argmax())]
+
+    @property
+    def tested(self) -> int:
+        """Queries that had a choice, the same for every head."""
+        return int(self.bucket_tested.sum())
+
+    @property
+    def overlap_sum(self) -> Doubles:
+        total: Doubles = self.bucket_overlap_sum.sum(axis=0)
+        return total
 
     @property
     def overlap_mean(self) -> Doubles:

@@ -1,8 +1,10 @@
-"""Progress of a check on stderr: a bar on a terminal, elsewhere one plain line every few seconds."""
+"""Progress of a walk through layers on stderr: a bar on a terminal, elsewhere one plain line every few seconds."""
 
 import time
-from collections.abc import Callable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import TextIO
 
 from rich.console import Console
@@ -10,17 +12,25 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from m3_convert.progress import LINE_SECONDS, format_seconds
 
+Stages = Sequence[tuple[str, float]]  #: what is done one after the other, and the work in it, in any unit
+
+
+def layer_stages(n_layer: int, total: float) -> Stages:
+    """Layers that are each the same share of the work `total`."""
+    return [(f"layer {i + 1} of {n_layer}", total / n_layer) for i in range(n_layer)]
+
 
 @contextmanager
-def walk_progress(name: str, total: float, n_layer: int, stream: TextIO) -> Iterator[Callable[[float], None]]:
-    """Yields a function that takes the work done since its last call, of `total` in any unit.
+def walk_progress(name: str, stages: Stages, stream: TextIO, done: float = 0.0) -> Iterator[Callable[[float], None]]:
+    """Yields a function that takes the work done since its last call.
 
-    name: stands before each line. n_layer: layers, each the same share of the work.
+    name: stands before each line. done: work of an earlier run, which does not count for the rate.
     """
     if not stream.isatty():
-        yield _Lines(name, total, n_layer, stream).advance
+        yield _Lines(name, _Course(stages), stream, done).advance
         return
-    columns = (TextColumn("layer {task.fields[layer]} of {task.fields[layers]}"), BarColumn(), TaskProgressColumn())
+    course = _Course(stages)
+    columns = (TextColumn("{task.fields[stage]}"), BarColumn(), TaskProgressColumn())
     # The estimate of the time left comes from hours, not from the half minute that is rich's default: layers are long.
     with Progress(
         *columns,
@@ -30,26 +40,32 @@ def walk_progress(name: str, total: float, n_layer: int, stream: TextIO) -> Iter
         speed_estimate_period=86400,
         transient=True,
     ) as bar:
-        task = bar.add_task(name, total=total, layer=1, layers=n_layer)
-        done = 0.0
+        task = bar.add_task(name, total=course.total, completed=int(done), stage=course.stage(done))
 
         def advance(n: float) -> None:
             nonlocal done
             done += n
-            bar.update(task, advance=n, layer=_layer(done, total, n_layer))
+            bar.update(task, advance=n, stage=course.stage(done))
 
         yield advance
 
 
-def _layer(done: float, total: float, n_layer: int) -> int:
-    """The layer that is being worked on, counted from 1."""
-    return min(n_layer, int(done / total * n_layer) + 1)
+class _Course:
+    def __init__(self, stages: Stages) -> None:
+        self._names = [name for name, _ in stages]
+        self._ends = list(accumulate(work for _, work in stages))
+        self.total = self._ends[-1]
+
+    def stage(self, done: float) -> str:
+        """The stage that is being worked on."""
+        # Sums of parts reach the end of a stage within rounding only.
+        return self._names[min(bisect_right(self._ends, done * (1 + 1e-9)), len(self._names) - 1)]
 
 
 class _Lines:
-    def __init__(self, name: str, total: float, n_layer: int, stream: TextIO) -> None:
-        self.name, self.total, self.n_layer, self.stream = name, total, n_layer, stream
-        self.done = 0.0
+    def __init__(self, name: str, course: _Course, stream: TextIO, before: float) -> None:
+        self.name, self.course, self.stream, self.before = name, course, stream, before
+        self.done = before
         self.start = self.last = time.monotonic()
 
     def advance(self, n: float) -> None:
@@ -58,8 +74,8 @@ class _Lines:
         if now - self.last < LINE_SECONDS:
             return
         self.last = now
-        left = (self.total - self.done) * (now - self.start) / max(self.done, 1e-9)
-        share = min(99, int(100 * self.done / self.total))
-        layer = _layer(self.done, self.total, self.n_layer)
-        text = f"{self.name}: layer {layer} of {self.n_layer}, {share}%, {format_seconds(max(left, 0))} left"
+        total = self.course.total
+        left = (total - self.done) * (now - self.start) / max(self.done - self.before, 1e-9)
+        share = min(99, int(100 * self.done / total))
+        text = f"{self.name}: {self.course.stage(self.done)}, {share}%, {format_seconds(max(left, 0))} left"
         print(text, file=self.stream, flush=True)

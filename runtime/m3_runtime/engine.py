@@ -9,7 +9,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from types import TracebackType
@@ -48,6 +47,7 @@ _OUTPUT = {"last": lib.M3_OUTPUT_LAST, "all": lib.M3_OUTPUT_ALL, "hidden": lib.M
 
 DEVICES = tuple(_DEVICES)
 ISAS = tuple(_ISAS)
+ATTENTIONS = tuple(_ATTENTION)
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")  #: of K/V and of index keys
 
 #: Seconds between looks at the progress of an evaluation, and the delay of Ctrl-C.
@@ -394,18 +394,13 @@ class Session:
         return batch, [spans, source, target]
 
     def _wait(self, future: Future[None], held: HeldSignals, progress: Progress | None) -> None:
-        while True:
-            try:
-                future.result(_POLL)
-                return
-            except FutureTimeoutError:
-                if future.done():
-                    raise
+        while not wait((future,), _POLL).done:
             if held.pending:
                 # Again each time: a cancellation before the evaluation has begun is lost.
                 lib.m3_session_cancel(self._pointer)
             elif progress:
                 progress(*self.progress())
+        future.result()
 
     def _drain(self, future: Future[Any]) -> None:
         """Cancels evaluations until one that nobody wants any more has ended."""

@@ -131,8 +131,11 @@ def m3_convert(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
 
 
 @pytest.fixture
-def m3_check_selection(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
-    """m3_check_selection(reference, candidate, "--json") -> Outcome."""
+def m3_check_selection(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Outcome]:
+    """m3_check_selection(reference, candidate, "--json") -> Outcome. Its states go to a folder of their own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
     return runner(check_app, CHECK, capsys)
 
 

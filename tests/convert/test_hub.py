@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import wait
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +227,18 @@ def test_other_commands_take_an_id(repository, folder, m3_imatrix, m3_check_sele
     assert outcome.code == 0 and outcome.json["reference"]["path"] == ID
     assert outcome.json["reference"]["bytes"] == sum((folder / name).stat().st_size for name in shards(folder))
     assert f"shard 1 of {len(shards(folder))}" in outcome.err
+
+
+def test_a_check_of_an_id_with_one_shard(hub, make_folder, small, m3_convert, m3_check_selection, out) -> None:
+    folder = make_folder(replace(small, shard_mb=100))
+    (folder / "model.safetensors.index.json").unlink()
+    next(folder.glob("*.safetensors")).rename(folder / "model.safetensors")
+    hub.add(ID, folder)
+    assert m3_convert(folder, out).code == 0
+    (text := out.parent / "text.txt").write_text("The code of the tower is seven. " * 40)
+    outcome = m3_check_selection(ID, out, "--text", text, "--context", "128", "--json")
+    assert outcome.code == 0, outcome.err
+    assert outcome.json["reference"]["hash_of"] == "config.json" and outcome.json["overall"]["overlap_mean"] == 1
 
 
 # ------------------------------------------------------------------------------------------------ broken downloads

@@ -337,7 +337,7 @@ def test_what_has_changed_is_named(interrupted, m3_convert, tmp_path, change, op
     assert names(tmp_path) == {"out.gguf", "fresh.gguf"}
 
 
-@pytest.mark.parametrize("part", ["version", "_library_hash"])
+@pytest.mark.parametrize("part", ["version", "library_hash"])
 def test_another_program_does_not_go_on(interrupted, m3_convert, tmp_path, monkeypatch, part: str) -> None:
     monkeypatch.setattr(journal, part, lambda: "9.9.9")
     outcome = m3_convert(interrupted, tmp_path / "out.gguf", *OPTIONS)

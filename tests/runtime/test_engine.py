@@ -101,8 +101,8 @@ def test_more_tokens_than_the_context_holds(model: Model) -> None:
         ({"context": 1 << 25}, "context"),
         ({"sequences": 5000}, "sequences"),
         ({"kv_type": "q9"}, "q9"),
-        ({"kv_type": "q8_0"}, "kv_type Q8_0"),
-        ({"index_type": "q8_0"}, "index_type Q8_0"),
+        ({"kv_type": "q4_k"}, "kv_type Q4_K"),
+        ({"index_type": "q4_k"}, "index_type Q4_K"),
         ({"attention": "dens"}, "dens"),
         ({"record": ("block",)}, "block"),
         ({"threads": -1}, "threads"),
@@ -364,3 +364,11 @@ except MachineError as error:
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     run = subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert run.returncode == 1 and says in run.stderr, run.stderr
+
+
+def test_an_evaluation_that_ends_as_it_is_looked_at(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("m3_runtime.engine._POLL", 0.0)
+    with model.session(context=1024) as session:
+        for i in range(1000):
+            session.eval(IDS[i % len(IDS)][None])
+        assert session.length() == 1000

@@ -1,0 +1,239 @@
+"""A check of a candidate against its reference, from two names to what is to be reported."""
+
+import hashlib
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from m3_convert.check_report import CheckReport, GroupSummary, SideSummary, differences
+from m3_convert.check_runs import CheckRuns
+from m3_convert.comparable import check_choice, check_comparable
+from m3_convert.journal import library_hash
+from m3_convert.layer_walk import CheckResult, walk
+from m3_convert.layered_model import TENSOR_GROUPS, LayeredModel, open_layered
+from m3_convert.mixed_model import MixedModel, group_tensors, same_group
+from m3_convert.model_hash import hash_of, start_hash
+from m3_convert.progress import format_bytes
+from m3_convert.text_sample import load_text, sample_text
+from m3_convert.token_text import TokenText
+from m3_convert.verdict import Thresholds
+from m3_convert.walk_progress import walk_progress
+from m3_convert.walk_state import WalkState, default_folder, state_folder
+from m3_convert.walker import WalkOptions, check_memory
+from m3_runtime import memory
+from m3_runtime.command import one_line
+from m3_runtime.errors import InputError
+from m3_runtime.native import version
+from m3_runtime.text import ChatTokenizer
+
+NAME: Final = "m3-check-selection"
+DEFAULT_CONTEXT: Final = 8192
+GROUPS: Final = tuple(dict.fromkeys(group for group, _ in TENSOR_GROUPS))
+
+
+@dataclass(frozen=True)
+class Check:
+    """What is to be checked, and how."""
+
+    reference: Path
+    candidate: Path
+    text: Path | None = None  #: None: the text that ships with the package
+    context: int | None = None  #: tokens; None: DEFAULT_CONTEXT, or what the models were trained for
+    reference_options: WalkOptions = field(default_factory=WalkOptions)
+    candidate_options: WalkOptions = field(default_factory=WalkOptions)
+    thresholds: Thresholds = field(default_factory=Thresholds)
+    logits: bool = True
+    isolate: bool = False
+    attribute: bool = False
+    groups: tuple[str, ...] = ()  #: to restore one at a time, all if empty
+    state: Path | None = None  #: folder of states, None: `default_folder`
+    restart: bool = False
+    isa: str = "auto"
+
+    def __post_init__(self) -> None:
+        """Raises InputError for options that do not go together."""
+        if self.groups and not self.attribute:
+            raise InputError("--group is for --attribute, which is not given")
+        if not self.logits and self.thresholds.max_kld is not None:
+            raise InputError("--max-kld judges the logits, which --selection-only leaves out")
+        if self.candidate_options.selects:
+            return
+        for option, given in (
+            ("--min-overlap", self.thresholds.min_overlap is not None),
+            ("--max-mass-lost", self.thresholds.max_mass_lost is not None),
+            ("--isolate", self.isolate),
+            ("--attribute", self.attribute),
+            ("--selection-only", not self.logits),
+        ):
+            if given:
+                raise InputError(f"{option} is about the selection, and --candidate-attention dense selects nothing")
+
+
+def run_check(check: Check) -> CheckReport:
+    """Tells on stderr what it does.
+
+    Raises InputError and NotFiniteError naming what is wrong with models, text or options, NothingTestedError if no
+    query has a choice of blocks, MachineError if memory is missing.
+    """
+    start = time.monotonic()
+    source = load_text(check.text)
+    threads = check.reference_options.threads
+    with ExitStack() as stack:
+        ours, theirs = (
+            stack.enter_context(open_layered(path, isa=check.isa, threads=threads))
+            for path in (check.reference, check.candidate)
+        )
+        for text in dict.fromkeys((*ours.notes, *theirs.notes)):
+            note(f"note: {text}")
+        check_comparable(ours, theirs)
+        tokenizer = _tokenizer(ours)
+        sample = sample_text(source, tokenizer, _wanted_tokens(check.context, ours, theirs))
+        check_choice(ours.hparams, len(sample.ids))
+        same, groups = _groups(check, ours, theirs, stack)
+        runs = CheckRuns(
+            reference=ours,
+            candidate=theirs,
+            reference_options=check.reference_options,
+            candidate_options=check.candidate_options,
+            logits=check.logits,
+            isolated=check.isolate,
+            groups=groups,
+        )
+        estimated = _estimate(runs, len(sample.ids))
+        digests = {side.origin.described_by: start_hash(side) for side in (ours, theirs)}
+        result = _walk(runs, np.array(sample.ids, np.int32), check)
+        if not all(digest.done() for digest in digests.values()):
+            note("the files are still being read for their hash")
+        reference, candidate = (_summary(side, digests[side.origin.described_by].result()) for side in (ours, theirs))
+        return CheckReport(
+            result=result,
+            reference=reference,
+            candidate=candidate,
+            differences=differences(runs, result.deviations),
+            groups=[GroupSummary.of(model) for model in groups] if check.attribute else None,
+            same_groups=same,
+            hparams=ours.hparams,
+            sample=sample,
+            text=TokenText(tokenizer, sample.ids, ours.hparams.block_size),
+            wanted_tokens=check.context,
+            reference_options=check.reference_options,
+            candidate_options=check.candidate_options,
+            isa=ours.model.isa_name,
+            thresholds=check.thresholds,
+            program=version(),
+            estimated_bytes=estimated,
+            peak_bytes=memory.peak_resident_bytes(),
+            seconds=time.monotonic() - start,
+        )
+
+
+def _summary(side: LayeredModel, sha256: str) -> SideSummary:
+    return SideSummary(side.name, side.kind, side.n_bytes, side.types(), sha256, hash_of(side))
+
+
+def note(text: str) -> None:
+    """A line for people."""
+    print(f"{NAME}: {one_line(text)}", file=sys.stderr, flush=True)
+
+
+def _tokenizer(side: LayeredModel) -> ChatTokenizer:
+    try:
+        return ChatTokenizer(side.model.gguf.metadata)
+    except InputError as error:
+        raise InputError(f"{side.name}: {error}") from error
+
+
+def _wanted_tokens(context: int | None, ours: LayeredModel, theirs: LayeredModel) -> int:
+    trained = min(ours.hparams.context_train, theirs.hparams.context_train)
+    if context is None:
+        return min(DEFAULT_CONTEXT, trained)
+    if context > trained:
+        raise InputError(f"--context is {context}, the model was trained for {trained} tokens")
+    return context
+
+
+def _groups(
+    check: Check, ours: LayeredModel, theirs: LayeredModel, stack: ExitStack
+) -> tuple[list[str], list[MixedModel]]:
+    """The groups that are the same on both sides, and the candidate with each of the others restored."""
+    same: list[str] = []
+    models: list[MixedModel] = []
+    if not check.attribute:
+        return same, models
+    for group in dict.fromkeys(check.groups or GROUPS):
+        if not group_tensors(theirs, group):
+            if check.groups:
+                raise InputError(f"--group {group}: {theirs.name} has no such tensors")
+            continue
+        if same_group(ours, theirs, group):
+            same.append(group)
+        else:
+            models.append(stack.enter_context(MixedModel(theirs, ours, group)))
+    return same, models
+
+
+def _estimate(runs: CheckRuns, n_tokens: int) -> int:
+    """Prints and returns the memory that the process will have at its peak; MachineError if it is not there."""
+    estimate = runs.memory(n_tokens)
+    total = memory.peak_resident_bytes() + estimate.total
+    room = memory.session_room()
+    free = "" if room is None else f", {format_bytes(room)} are free"
+    note(f"{n_tokens} tokens take about {format_bytes(total)} of memory at the peak{free}")
+    check_memory(estimate, room, "the check", "a smaller --context takes less")
+    return total
+
+
+# ------------------------------------------------------------------------------------------------ the walk
+
+
+def _walk(runs: CheckRuns, ids: npt.NDArray[np.int32], check: Check) -> CheckResult:
+    state = WalkState(_state_folder(runs, ids, check), note)
+    n_layer = runs.hparams.n_layer
+    if check.restart:
+        state.remove()
+    state.load()
+    if state.layer:
+        note(f"going on after layer {state.layer} of {n_layer}, where an earlier run was (--restart starts anew)")
+    stages = runs.stages(len(ids))
+    done = sum(work for _, work in stages[: state.layer])
+    with _resumable(state, n_layer), walk_progress(NAME, stages, sys.stderr, done) as advance:
+        result = walk(runs, ids, state, advance)
+    state.remove()
+    return result
+
+
+@contextmanager
+def _resumable(state: WalkState, n_layer: int) -> Iterator[None]:
+    """Says of an interrupted walk where it goes on."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        if state.layer:
+            note(f"the same command goes on after layer {state.layer} of {n_layer}; the state is in {state.folder}")
+        raise
+
+
+def _state_folder(runs: CheckRuns, ids: npt.NDArray[np.int32], check: Check) -> Path | None:
+    try:
+        parent = check.state or default_folder()
+    except RuntimeError:  # from pathlib: nobody knows a home directory
+        note("note: there is no home directory, so that an interrupted check starts anew; --state names a folder")
+        return None
+    options = [asdict(runs.reference_options), asdict(runs.candidate_options)]
+    for side in options:
+        del side["threads"]  # change nothing
+    basis = {
+        "program": [version(), library_hash(), runs.reference.model.isa_name],
+        "sides": [dict(side.origin.identity) for side in (runs.reference, runs.candidate)],
+        "ids": hashlib.sha256(ids.tobytes()).hexdigest(),
+        "options": options,
+        "runs": [runs.logits, runs.isolated, [model.group for model in runs.groups]],
+    }
+    return state_folder(parent, basis)

@@ -1,0 +1,184 @@
+"""m3-check-selection after an interruption: the same command goes on and gives the same report."""
+
+import errno
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from m3_convert import walk_state
+from m3_convert.walk_state import WalkState, default_folder, state_folder
+from m3_convert.walker import Walker
+
+N = 150
+RUN = ("--context", N, "--threads", 1, "--json", "--isolate", "--attribute")
+
+
+@pytest.fixture
+def states(tmp_path, monkeypatch):
+    """The folder of states, which are saved after every layer."""
+    monkeypatch.setattr(walk_state, "SAVE_SECONDS", 0.0)
+    return tmp_path / "states"
+
+
+def result(report):
+    """Without what depends on time and machine."""
+    return {name: value for name, value in report.items() if name not in ("seconds", "memory")}
+
+
+def interrupted_in(monkeypatch, layer, error=KeyboardInterrupt):
+    """Stops the check in a layer, when the free runs have gone through it."""
+    forward = Walker.layer
+
+    def stop(self, number, **more):
+        forward(self, number, **more)
+        if number == layer:
+            raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Walker, "layer", stop)
+        yield
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_ctrl_c_and_again(tiny_checkpoint, tiny_q8_gguf, m3_check_selection, states, monkeypatch, layer):
+    command = (tiny_checkpoint, tiny_q8_gguf, *RUN, "--state", states)
+    expected = result(m3_check_selection(*command).json)
+    assert list(states.glob("*")) == []  # nothing is left of a check that is done
+    for _ in interrupted_in(monkeypatch, layer):
+        stopped = m3_check_selection(*command)
+    assert (stopped.code, stopped.out) == (130, "")
+    if layer == 0:
+        assert list(states.glob("*")) == [] and "goes on" not in stopped.err
+        return
+    (folder,) = states.glob("*")
+    assert [file.name for file in folder.glob("*")] == ["state.npz"]
+    assert f"the same command goes on after layer {layer} of 3; the state is in {folder}" in stopped.err
+    assert stopped.err.splitlines()[-1] == "m3-check-selection: interrupted"
+    done = []
+    forward = Walker.through
+    monkeypatch.setattr(Walker, "through", lambda self, m, n, **more: done.append(n) or forward(self, m, n, **more))
+    again = m3_check_selection(*command)
+    assert f"going on after layer {layer} of 3" in again.err
+    assert min(done) == layer  # and none of the layers before
+    assert result(again.json) == expected
+    assert list(states.glob("*")) == []
+
+
+KILLED = """
+import os, signal, sys
+from m3_convert import check_cli, walk_state
+from m3_runtime import command
+walk_state.SAVE_SECONDS = 0.0
+save = walk_state.WalkState.save
+def die(self, snapshot):
+    save(self, snapshot)
+    if snapshot.layer == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+walk_state.WalkState.save = die
+command.run(check_cli.app, check_cli.NAME, sys.argv[1:])
+"""
+
+
+def test_kill_9(tiny_gguf, tiny_q8_gguf, m3_check_selection, states):
+    command = [str(part) for part in (tiny_gguf, tiny_q8_gguf, *RUN, "--state", states)]
+    run = subprocess.run([sys.executable, "-c", KILLED, *command], capture_output=True, text=True)
+    assert run.returncode == -9 and run.stdout == ""
+    again = m3_check_selection(*command)
+    assert "going on after layer 2 of 3" in again.err
+    assert result(again.json) == result(m3_check_selection(*command).json)
+
+
+def test_other_checks_have_other_states(tiny_gguf, tiny_q8_gguf, tmp_path, m3_check_selection, states, monkeypatch):
+    run = (*RUN, "--state", states)
+    options = [
+        (),
+        ("--candidate-index-type", "f16"),
+        ("--kv-type", "bf16"),
+        ("--candidate-kv-type", "bf16"),
+        ("--selection-only",),
+        ("--group", "experts"),
+        ("--context", N + 1),
+        ("--isa", "scalar"),
+    ]
+    for _ in interrupted_in(monkeypatch, 1):
+        for more in options:
+            m3_check_selection(tiny_gguf, tiny_q8_gguf, *run, *more)
+    assert len(list(states.glob("*"))) == len(options)
+    # Threads and thresholds change nothing; a file that was written anew may be another.
+    for _ in interrupted_in(monkeypatch, 1):
+        m3_check_selection(tiny_gguf, tiny_q8_gguf, *run, "--threads", 2, "--max-kld", 1)
+        assert len(list(states.glob("*"))) == len(options)
+        copy = tmp_path / tiny_q8_gguf.name
+        copy.write_bytes(tiny_q8_gguf.read_bytes())
+        m3_check_selection(tiny_gguf, copy, *run)
+    assert len(list(states.glob("*"))) == len(options) + 1
+
+
+def test_restart(tiny_gguf, tiny_q8_gguf, m3_check_selection, states, monkeypatch):
+    command = (tiny_gguf, tiny_q8_gguf, *RUN, "--state", states)
+    for _ in interrupted_in(monkeypatch, 1):
+        m3_check_selection(*command)
+    run = m3_check_selection(*command, "--restart")
+    assert run.code == 0 and "going on" not in run.err and list(states.glob("*")) == []
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-500], lambda data: b"", lambda data: b"\0" * len(data)])
+def test_a_damaged_state_starts_anew(tiny_gguf, tiny_q8_gguf, m3_check_selection, states, monkeypatch, damage):
+    command = (tiny_gguf, tiny_q8_gguf, *RUN, "--state", states)
+    for _ in interrupted_in(monkeypatch, 1):
+        m3_check_selection(*command)
+    (path,) = states.glob("*/state.npz")
+    path.write_bytes(damage(path.read_bytes()))
+    run = m3_check_selection(*command)
+    assert run.code == 0 and f"{path}: the saved state cannot be read, the check starts anew" in run.err
+    assert "going on" not in run.err
+
+
+def test_a_full_disk_costs_the_state_not_the_check(tiny_gguf, tiny_q8_gguf, m3_check_selection, states, monkeypatch):
+    def full(*_arrays, **_more):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(walk_state.np, "savez", full)
+    run = m3_check_selection(tiny_gguf, tiny_q8_gguf, *RUN, "--state", states)
+    assert run.code == 0 and run.json["verdict"]["cause"] == "weights"
+    assert run.err.count("cannot be saved: No space left on device") == 1
+    assert list(states.glob("*")) == []
+
+
+def test_a_short_check_saves_nothing(tiny_gguf, tiny_q8_gguf, m3_check_selection, monkeypatch, tmp_path):
+    saved = []
+    monkeypatch.setattr(WalkState, "save", lambda self, snapshot: saved.append(snapshot))
+    assert m3_check_selection(tiny_gguf, tiny_q8_gguf, *RUN, "--state", tmp_path).code == 0
+    assert saved == []
+
+
+def test_where_states_lie(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_folder() == tmp_path / "m3-gguf" / "check"
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert default_folder() == tmp_path / ".cache" / "m3-gguf" / "check"
+    folder = state_folder(Path("parent"), {"a": 1, "b": [2]})
+    assert (
+        folder == state_folder(Path("parent"), {"b": [2], "a": 1}) != state_folder(Path("parent"), {"a": 1, "b": [3]})
+    )
+    assert folder.parent == Path("parent") and len(folder.name) == 64
+
+
+def test_due(monkeypatch, tmp_path):
+    clock = [100.0]
+    monkeypatch.setattr(walk_state.time, "monotonic", lambda: clock[0])
+    state = WalkState(tmp_path)
+    clock[0] += 59
+    assert not state.due()
+    clock[0] += 1
+    assert state.due() and not WalkState(None).due()
+    state.save(walk_state.Snapshot(3, {"x": np.arange(4)}, {}))
+    assert not state.due()
+    again = WalkState(tmp_path)
+    again.load()
+    assert again.layer == 3 and again.snapshot is not None
+    assert again.snapshot.arrays["x"].tolist() == [0, 1, 2, 3]
