@@ -10,8 +10,8 @@ VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 Q := $(if $(V),,@)
 
 WARNINGS := -Wall -Wextra -Wpedantic -Wshadow -Wvla -Wstrict-prototypes -Wmissing-prototypes -Wno-overlength-strings $(WERROR)
-# Vectors wider than the instruction set's go through inlined functions only, so how a call would pass them (psabi) does
-# not matter.
+# Vectors wider than the instruction set's are passed between functions of one file only, so how a call does that (psabi)
+# does not matter.
 WARNINGS += -Wno-psabi
 # Warnings are errors where they are looked after (make WERROR=-Werror, as CI does), not on every compiler of a user.
 WERROR ?=
@@ -25,19 +25,20 @@ HEADERS := $(wildcard native/include/*.h) $(wildcard native/src/*.h) $(wildcard 
 TABLES := build/generated/tables.h
 OBJECTS := $(SOURCES:native/src/%.c=build/release/%.o)
 ASAN_OBJECTS := $(SOURCES:native/src/%.c=build/asan/%.o)
+AARCH64_OBJECTS := $(SOURCES:native/src/%.c=build/aarch64/%.o)
 C_TESTS := $(patsubst tests/native/%.c,%,$(wildcard tests/native/test_*.c))
 C_TEST_HEADERS := $(wildcard tests/native/*.h)
 
 ifeq ($(shell uname -m),x86_64)
 %/cpu/kernels_avx2.o %/cpu/decode_avx2.o: ISA := -mavx2 -mfma -mf16c
 %/quant/codebook_search_avx2.o: ISA := -mavx2
-%/quant/scale_search_avx2.o: ISA := -mavx2 -mf16c
+%/quant/scale_search_avx2.o %/quant/rounding_avx2.o: ISA := -mavx2 -mf16c
 %/cpu/kernels_avx512.o: ISA := -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c
 endif
 %/version.o: ISA := -DM3_VERSION_STRING='"$(VERSION)"'
 
-.PHONY: all native install demo test check-native test-aarch64 test-lowest lint format oracle golden clean \
-  nano-data train-nano compare-nano evaluate-nano check-nano
+.PHONY: all native install demo test check-native test-aarch64 test-lowest lint format oracle golden \
+  scale bench-convert clean nano-data train-nano compare-nano evaluate-nano check-nano
 .SECONDARY:
 all: native
 
@@ -131,12 +132,25 @@ test-lowest: native
 	build/lowest/bin/python -m pytest
 
 # The same C tests on AArch64 (NEON) by emulation: Debian packages gcc-aarch64-linux-gnu and qemu-user.
-test-aarch64: $(C_TESTS:%=build/aarch64/%)
+test-aarch64: $(C_TESTS:%=build/aarch64/tests/%)
 	@for t in $^; do echo "== $$t"; qemu-aarch64 $$t || exit 1; done
 
-build/aarch64/%: tests/native/%.c $(C_TEST_HEADERS) $(SOURCES) $(HEADERS) $(TABLES)
+build/aarch64/%.o: native/src/%.c $(HEADERS) Makefile pyproject.toml
 	@mkdir -p $(@D)
-	aarch64-linux-gnu-gcc -static $(BASE) -O2 -DM3_VERSION_STRING='"$(VERSION)"' -Itests/native -o $@ $< $(SOURCES) -lm
+	@echo "CC $< (AArch64)"
+	$(Q)aarch64-linux-gnu-gcc $(BASE) -O2 $(filter -D%,$(ISA)) -c -o $@ $<
+
+build/aarch64/quant/codebooks.o: $(TABLES)
+
+build/aarch64/tests/%: tests/native/%.c $(C_TEST_HEADERS) $(AARCH64_OBJECTS)
+	@mkdir -p $(@D)
+	@echo "LD $@"
+	$(Q)aarch64-linux-gnu-gcc -static $(BASE) -O2 -Itests/native -o $@ $< $(AARCH64_OBJECTS) -lm
+
+# Peak memory of m3-convert on a checkpoint of 20 GB under a limit of 4 GiB. 43 GB of disk, some ten minutes.
+SCALE_FOLDER ?= build
+scale: install
+	PYTHONPATH=tests $(PY) tests/scale.py --folder $(SCALE_FOLDER)
 
 lint: install
 	$(VENV)/bin/ruff check .
@@ -170,6 +184,13 @@ golden: install $(REFERENCE)
 	$(PY) tests/golden/make_encoded_iq.py
 	$(REFERENCE_PY) tests/golden/make_golden.py
 	$(REFERENCE_PY) tests/golden/make_chat_templates.py $(wildcard $(SHARED)/oracle/chat_template.jinja)
+
+# Time of m3-convert. With LLAMA=, a Python that has llama-cpp-python, and SCRIPT=, convert_hf_to_gguf.py in the source of
+# the same version, against llama.cpp's two steps; TORCH= is a Python that has torch and transformers. 9 GB of disk.
+TORCH ?= $(REFERENCE_PY)
+bench-convert: install $(if $(LLAMA),$(if $(filter $(REFERENCE_PY),$(TORCH)),$(REFERENCE)))
+	PYTHONPATH=tests $(PY) tests/bench/convert.py --folder $(SCALE_FOLDER) \
+	  $(if $(LLAMA),--llama $(LLAMA) --script $(SCRIPT) --torch $(TORCH) --csv tests/bench/convert.csv)
 
 # ------------------------------------------------------------------------------------------------ m3-nano
 

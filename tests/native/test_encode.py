@@ -1,6 +1,5 @@
 """Quantizers that search: errors, edge cases, importance, and the bytes that they wrote when they were made."""
 
-import gguf
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,21 +9,9 @@ from hypothesis.strategies import floats, sampled_from
 from golden.make_encoded import CASES, PATH
 from m3_runtime.quantize import TensorType, dequantize_rows, quantize_rows
 from native.blocks import oracle_dequantize
+from native.plain_rounding import AFFINE, OFFSET, SINGLE, SYMMETRIC, plainly_rounded
 from native.test_quant import assert_same_bytes, assert_same_floats
 
-AFFINE = {TensorType.Q2_K: (16, 3, 15), TensorType.Q4_K: (32, 15, 63), TensorType.Q5_K: (32, 31, 63)}
-IQ4 = gguf.quants.IQ4_NL.kvalues
-SYMMETRIC = {
-    TensorType.Q3_K: (16, np.arange(-4, 4), 31),
-    TensorType.Q6_K: (16, np.arange(-32, 32), 127),
-    TensorType.IQ4_XS: (32, np.array(IQ4), 31),
-}
-SINGLE = {
-    TensorType.Q4_0: np.arange(-8, 8),
-    TensorType.Q5_0: np.arange(-16, 16),
-    TensorType.IQ4_NL: np.array(IQ4),
-}
-OFFSET = {TensorType.Q4_1: 15, TensorType.Q5_1: 31}
 SEARCHED = (*AFFINE, *SYMMETRIC, *SINGLE, *OFFSET, TensorType.MXFP4)
 ONLY_WITH_IMPORTANCE = (TensorType.Q4_0, TensorType.Q4_1, TensorType.Q5_0, TensorType.Q5_1)
 
@@ -46,59 +33,6 @@ GAUSSIAN_ERROR = {
 
 searching = pytest.mark.parametrize("type_", SEARCHED, ids=lambda t: t.name)
 N = 512
-
-
-def half(x):
-    return np.asarray(x, np.float16).astype(np.float64)
-
-
-def inverse(x):
-    return np.divide(1, x, out=np.zeros_like(x), where=x != 0)
-
-
-def nearest(numbers, x):
-    bounds = (numbers[1:] + numbers[:-1]) / 2
-    return numbers[np.searchsorted(bounds, x)]
-
-
-def extreme(x):
-    return np.take_along_axis(x, np.abs(x).argmax(axis=-1)[..., None], axis=-1)
-
-
-def plainly_rounded(type_, rows):
-    """What rounding alone makes of the rows: scales from the extremes, scales of groups rounded, then codes."""
-    x = rows.astype(np.float64)
-    if type_ in AFFINE:
-        n, top, scale_top = AFFINE[type_]
-        x = x.reshape(-1, 256 // n, n)
-        low = np.minimum(x.min(axis=-1, keepdims=True), 0)
-        scale = (np.maximum(x.max(axis=-1, keepdims=True), low) - low) / top
-        d, dmin = (half(v.max(axis=1, keepdims=True) / scale_top) for v in (scale, -low))
-        a = d * np.clip(np.rint(scale * inverse(d)), 0, scale_top)
-        b = -dmin * np.clip(np.rint(-low * inverse(dmin)), 0, scale_top)
-        values = a * np.clip(np.rint((x - b) * inverse(a)), 0, top) + b
-    elif type_ in SYMMETRIC:
-        n, numbers, scale_top = SYMMETRIC[type_]
-        x = x.reshape(-1, 256 // n, n)
-        scale = extreme(x) / numbers[0]
-        d = half(np.abs(scale).max(axis=1, keepdims=True) / scale_top)
-        a = d * np.clip(np.rint(scale * inverse(d)), -scale_top - 1, scale_top)
-        values = a * nearest(numbers, x * inverse(a))
-    elif type_ in SINGLE:
-        numbers = SINGLE[type_]
-        x = x.reshape(-1, 32)
-        a = half(extreme(x) / numbers[0])
-        values = a * nearest(numbers, x * inverse(a))
-    elif type_ in OFFSET:
-        top = OFFSET[type_]
-        x = x.reshape(-1, 32)
-        low = x.min(axis=-1, keepdims=True)
-        a, b = half((x.max(axis=-1, keepdims=True) - low) / top), half(low)
-        values = a * np.clip(np.rint((x - b) * inverse(a)), 0, top) + b
-    else:
-        data = gguf.quants.quantize(rows, gguf.GGMLQuantizationType.MXFP4)
-        values = oracle_dequantize(type_, data).astype(np.float64)
-    return values.reshape(rows.shape)
 
 
 def block_errors(type_, values, rows, importance=None):

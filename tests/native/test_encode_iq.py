@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import gguf
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,30 +10,17 @@ from hypothesis.strategies import floats
 
 from m3_runtime.quantize import TensorType, dequantize_rows, quantize_rows
 from native.blocks import oracle_dequantize, random_blocks
+from native.plain_rounding import CODEBOOK as TYPES
+from native.plain_rounding import EVEN_SIGNS, GROUP, IQ1, IQ3, RUN, codebook
 from native.test_quant import assert_same_floats
 
 SUPERBLOCK = 256
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "encoded_iq.npz"
-IQ3 = (TensorType.IQ3_XXS, TensorType.IQ3_S)
-IQ2 = (TensorType.IQ2_XXS, TensorType.IQ2_XS, TensorType.IQ2_S)
-IQ1 = (TensorType.IQ1_S, TensorType.IQ1_M)
-TYPES = (*IQ3, *IQ2, *IQ1)
-EVEN_SIGNS = (TensorType.IQ3_XXS, TensorType.IQ2_XXS, TensorType.IQ2_XS)
 LARGEST = 65519.99
 every_type = pytest.mark.parametrize("type_", TYPES, ids=lambda t: t.name)
 
-# Elements that share a scale, that are one entry of the codebook, and (IQ1) that share the shift.
-GROUP = dict(zip(TYPES, (32, 32, 32, 16, 16, 32, 16), strict=True))
-RUN = {t: 4 if t in IQ3 else 8 for t in TYPES}
 # Relative squared error of normal values, somewhat above what is measured.
 NOISE = dict(zip(TYPES, (0.034, 0.019, 0.11, 0.085, 0.065, 0.22, 0.19), strict=True))
-
-
-def codebook(type_):
-    """Levels, float64 [entries, run]."""
-    quant = getattr(gguf.quants, "IQ1_S" if type_ in IQ1 else type_.name)
-    quant.init_grid()
-    return quant.grid.reshape(quant.grid_shape).astype(np.float64)
 
 
 def encode(type_, rows, importance=None, threads=0):

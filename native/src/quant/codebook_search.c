@@ -31,8 +31,8 @@ M3_INLINE m3_f8 search_two4(const m3_grid4 *grid, const uint8_t (*entries)[4], c
   return m3_unsigned8(level);
 }
 
-M3_INLINE m3_fit search_runs4(const m3_grid4 *grid, const uint8_t (*entries)[4], m3_values *v, int group, float scale,
-                              m3_group_codes *codes) {
+static m3_fit search_runs4(const m3_grid4 *grid, const uint8_t (*entries)[4], m3_values *v, int group, float scale,
+                           m3_group_codes *codes) {
   m3_f8 levels = m3_load8(grid->level) * m3_splat(scale), products = m3_splat(0), squares = m3_splat(0);
   for (int k = 0; k < 4; k++) {
     int run = 4 * group + k;
@@ -55,8 +55,8 @@ static m3_fit group_iq3_s(const m3_grids *grids, m3_values *v, int group, float 
 
 /* ------------------------------------------------------------------------------- IQ2: magnitudes, runs of 8 */
 
-M3_INLINE m3_fit search_runs8(const m3_grid8 *grid, const uint8_t (*entries)[8], m3_values *v, int first, int runs,
-                              float scale, m3_group_codes *codes) {
+static m3_fit search_runs8(const m3_grid8 *grid, const uint8_t (*entries)[8], m3_values *v, int first, int runs,
+                           float scale, m3_group_codes *codes) {
   const float levels[3] = {8 * scale, 25 * scale, 43 * scale};
   m3_pair_levels pairs = m3_pair_levels_of(levels);
   m3_f8 products = m3_splat(0), squares = m3_splat(0);
@@ -98,8 +98,8 @@ typedef struct shifted_runs {
 } shifted_runs;
 
 /* Runs that are all shifted by delta. */
-M3_INLINE void search_shifted(const m3_grid8 *grid, const m3_values *v, int first, int runs, float scale, float delta,
-                              shifted_runs *out) {
+static void search_shifted(const m3_grid8 *grid, const m3_values *v, int first, int runs, float scale, float delta,
+                           shifted_runs *out) {
   const float levels[3] = {(-1 + delta) * scale, delta * scale, (1 + delta) * scale};
   m3_pair_levels pairs = m3_pair_levels_of(levels);
   out->cost = 0;
@@ -117,8 +117,8 @@ M3_INLINE void search_shifted(const m3_grid8 *grid, const m3_values *v, int firs
 }
 
 /* The better shift for `runs` runs together. */
-M3_INLINE void search_both_shifts(const m3_grid8 *grid, const m3_values *v, int first, int runs, float scale,
-                                  uint16_t *entry, uint8_t *negative, m3_f8 *products, m3_f8 *squares) {
+static void search_both_shifts(const m3_grid8 *grid, const m3_values *v, int first, int runs, float scale,
+                               uint16_t *entry, uint8_t *negative, m3_f8 *products, m3_f8 *squares) {
   shifted_runs up, down;
   search_shifted(grid, v, first, runs, scale, 0.125f, &up);
   search_shifted(grid, v, first, runs, scale, -0.125f, &down);

@@ -5,13 +5,6 @@
 #include "quant/codebook_search.h"
 #include "quant/encode.h"
 
-const m3_codebook_searches *m3_machine_codebook_searches(void) {
-#if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx2")) return &m3_codebook_searches_avx2;
-#endif
-  return &m3_codebook_searches_scalar;
-}
-
 static const float *weights(const float *importance, int64_t at) { return importance ? importance + at : NULL; }
 
 /* The four bits that a scale has: its multiple is 2 k + 1. */

@@ -24,7 +24,7 @@ M3_INLINE m3_pair_levels m3_pair_levels_of(const float *l) {
 }
 
 /* Costs of the nine combinations of two elements, the first eight as lanes. */
-M3_INLINE m3_f8 m3_pair_costs(const m3_pair_levels *l, const float *w, const float *twice, float *ninth) {
+M3_KERNEL m3_f8 m3_pair_costs(const m3_pair_levels *l, const float *w, const float *twice, float *ninth) {
   m3_f8 a = m3_cost_of(l->first, m3_splat(w[0]), m3_splat(twice[0]));
   m3_f8 b = m3_cost_of(l->second, m3_splat(w[1]), m3_splat(twice[1]));
   *ninth = l->last * (l->last * w[0] - twice[0]) + l->last * (l->last * w[1] - twice[1]);
@@ -34,7 +34,7 @@ M3_INLINE m3_f8 m3_pair_costs(const m3_pair_levels *l, const float *w, const flo
 M3_INLINE float m3_lesser(float a, float b) { return a < b ? a : b; }
 
 /* Costs of the combinations of a half, infinite for those that do not exist; gives the least. */
-M3_INLINE float m3_half_costs(const m3_pair_levels *l, const float *w, const float *twice, float *cost) {
+M3_KERNEL float m3_half_costs(const m3_pair_levels *l, const float *w, const float *twice, float *cost) {
   float c8, r[M3_LANES + 1];
   m3_f8 c = m3_pair_costs(l, w, twice, &c8), rows = m3_pair_costs(l, w + 2, twice + 2, &r[8]);
   m3_store8(r, rows);
@@ -46,7 +46,7 @@ M3_INLINE float m3_half_costs(const m3_pair_levels *l, const float *w, const flo
 }
 
 /* The first number with the least cost. */
-M3_INLINE int m3_find_least(const float *cost, float least, int rows) {
+M3_KERNEL int m3_find_least(const float *cost, float least, int rows) {
   for (int k = 0; k < rows; k++) {
     unsigned bits = m3_not_above8(m3_load8(cost + M3_LANES * k), m3_splat(least));
     if (bits) return M3_LANES * k + __builtin_ctz(bits);
@@ -55,7 +55,7 @@ M3_INLINE int m3_find_least(const float *cost, float least, int rows) {
 }
 
 /* The least cost of the second halves that go with a first half, of which `absent` is the row. */
-M3_INLINE float m3_least_partner(const float *absent, const float *cost, int rows) {
+M3_KERNEL float m3_least_partner(const float *absent, const float *cost, int rows) {
   m3_f8 least = m3_load8(absent) + m3_load8(cost);
   for (int k = 1; k < rows; k++)
     least = m3_min8(least, m3_load8(absent + M3_LANES * k) + m3_load8(cost + M3_LANES * k));
@@ -63,7 +63,7 @@ M3_INLINE float m3_least_partner(const float *absent, const float *cost, int row
 }
 
 /* The pair of halves with the lowest sum of costs that `absent` (rows * 8 columns) lets pass. */
-M3_INLINE float m3_search_halves(const float *absent, const float *first, float least1, const float *second,
+M3_KERNEL float m3_search_halves(const float *absent, const float *first, float least1, const float *second,
                                  float least2, int rows, int pair[2]) {
   int columns = rows * M3_LANES, a = m3_find_least(first, least1, rows);
   float partner = m3_least_partner(absent + a * columns, second, rows), best = least1 + partner;
@@ -95,7 +95,7 @@ M3_INLINE float m3_search_halves(const float *absent, const float *first, float 
 }
 
 /* Entry for a run of 8 of three levels (already times the scale); w and twice = 2 w x hold eight. */
-M3_INLINE int m3_search8(const m3_grid8 *grid, const m3_pair_levels *l, const float *w, const float *twice,
+M3_KERNEL int m3_search8(const m3_grid8 *grid, const m3_pair_levels *l, const float *w, const float *twice,
                          float *cost) {
   float first[M3_HALF_LANES], second[M3_HALF_LANES];
   float least1 = m3_half_costs(l, w, twice, first), least2 = m3_half_costs(l, w + 4, twice + 4, second);
@@ -105,7 +105,7 @@ M3_INLINE int m3_search8(const m3_grid8 *grid, const m3_pair_levels *l, const fl
 }
 
 /* Costs of two elements of eight levels; gives the least. */
-M3_INLINE float m3_two_costs(m3_f8 levels, const float *w, const float *twice, float *cost) {
+M3_KERNEL float m3_two_costs(m3_f8 levels, const float *w, const float *twice, float *cost) {
   float r[M3_LANES];
   m3_f8 c = m3_cost_of(levels, m3_splat(w[0]), m3_splat(twice[0]));
   m3_f8 rows = m3_cost_of(levels, m3_splat(w[1]), m3_splat(twice[1]));
@@ -115,7 +115,7 @@ M3_INLINE float m3_two_costs(m3_f8 levels, const float *w, const float *twice, f
 }
 
 /* Entry for a run of 4 of eight levels (already times the scale). */
-M3_INLINE int m3_search4(const m3_grid4 *grid, m3_f8 levels, const float *w, const float *twice) {
+M3_KERNEL int m3_search4(const m3_grid4 *grid, m3_f8 levels, const float *w, const float *twice) {
   float first[M3_PAIRS], second[M3_PAIRS];
   float least1 = m3_two_costs(levels, w, twice, first), least2 = m3_two_costs(levels, w + 2, twice + 2, second);
   int pair[2];

@@ -20,6 +20,14 @@ typedef int32_t m3_i8 __attribute__((vector_size(32)));
 
 #define M3_INLINE static inline __attribute__((always_inline))
 
+/* Inner loops: a copy for each caller and its constants where these vectors are the machine's own. Elsewhere every
+ * operation on them is several, and copies of that make compilers slow. */
+#if defined(__AVX2__)
+#define M3_KERNEL M3_INLINE
+#else
+#define M3_KERNEL static
+#endif
+
 M3_INLINE m3_f8 m3_splat(float f) { return (m3_f8){f, f, f, f, f, f, f, f}; }
 
 /* a where the mask is set (all bits), else b. */
@@ -50,8 +58,15 @@ M3_INLINE m3_f8 m3_max8(m3_f8 a, m3_f8 b) {
 
 M3_INLINE m3_f8 m3_abs8(m3_f8 a) { return (m3_f8)((m3_i8)a & 0x7fffffff); }
 
-/* To the nearest whole number, ties to even, for magnitudes below 2^22; larger ones stay large. */
-M3_INLINE m3_f8 m3_round8(m3_f8 a) { return (a + 0x1.8p23f) - 0x1.8p23f; }
+/* To the nearest whole number, ties to even, for magnitudes below 2^22; larger ones stay large. What rounds to zero may
+ * have either sign, on which no code depends. */
+M3_INLINE m3_f8 m3_round8(m3_f8 a) {
+#if defined(__AVX2__)
+  return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+  return (a + 0x1.8p23f) - 0x1.8p23f;
+#endif
+}
 
 M3_INLINE m3_f8 m3_clamp8(m3_f8 a, float low, float high) { return m3_min8(m3_max8(a, m3_splat(low)), m3_splat(high)); }
 
@@ -74,6 +89,31 @@ M3_INLINE m3_f8 m3_lookup8(m3_f8 table, m3_i8 i) {
   m3_f8 out;
   for (int k = 0; k < M3_LANES; k++) out[k] = table[i[k]];
   return out;
+#endif
+}
+
+/* Eight rows of eight floats, which are `stride` apart, to columns: to[j][k] = from[k * stride + j]. */
+M3_INLINE void m3_transpose8(const float *from, int stride, m3_f8 *to) {
+#if defined(__AVX2__)
+  __m256 a[8], b[8];
+  for (int k = 0; k < 4; k++) {
+    const float *p = from + k * stride, *q = p + 4 * stride;
+    a[k] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(p)), _mm_loadu_ps(q), 1);
+    a[k + 4] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(p + 4)), _mm_loadu_ps(q + 4), 1);
+  }
+  for (int k = 0; k < 8; k += 4) {
+    b[k] = _mm256_unpacklo_ps(a[k], a[k + 1]);
+    b[k + 1] = _mm256_unpackhi_ps(a[k], a[k + 1]);
+    b[k + 2] = _mm256_unpacklo_ps(a[k + 2], a[k + 3]);
+    b[k + 3] = _mm256_unpackhi_ps(a[k + 2], a[k + 3]);
+    to[k] = _mm256_shuffle_ps(b[k], b[k + 2], 0x44);
+    to[k + 1] = _mm256_shuffle_ps(b[k], b[k + 2], 0xee);
+    to[k + 2] = _mm256_shuffle_ps(b[k + 1], b[k + 3], 0x44);
+    to[k + 3] = _mm256_shuffle_ps(b[k + 1], b[k + 3], 0xee);
+  }
+#else
+  for (int j = 0; j < M3_LANES; j++)
+    for (int k = 0; k < M3_LANES; k++) to[j][k] = from[k * stride + j];
 #endif
 }
 

@@ -46,11 +46,15 @@ M3_INLINE void mxfp4_blocks(const float *x, const float *w, m3_single_blocks *ou
   }
   m3_f8 inverse = 1.0f / (m3_f8)((chosen - 1 - exponent + 127) << 23);
   for (int k = 0; k < M3_LANES; k++) out->d[k] = (uint16_t)chosen[k];
-  for (int j = 0; j < M3_BLOCK; j++) {
-    m3_f8 q = mxfp4_nearest(m3_abs8(v[0][j]) * inverse);
-    m3_f8 code = m3_select(q <= 4.0f, q, m3_select(q <= 8.0f, 2.0f + 0.5f * q, m3_splat(7)));
-    m3_i8 negative = (v[0][j] < 0.0f) & (code > 0.0f);
-    m3_put_codes(out->code + j, M3_BLOCK, code + m3_select(negative, m3_splat(8), m3_splat(0)));
+  for (int j = 0; j < M3_BLOCK; j += 4) {
+    m3_f8 code[4];
+    for (int i = 0; i < 4; i++) {
+      m3_f8 value = v[0][j + i], q = mxfp4_nearest(m3_abs8(value) * inverse);
+      m3_f8 number = m3_select(q <= 4.0f, q, m3_select(q <= 8.0f, 2.0f + 0.5f * q, m3_splat(7)));
+      m3_i8 negative = (value < 0.0f) & (number > 0.0f);
+      code[i] = number + m3_select(negative, m3_splat(8), m3_splat(0));
+    }
+    m3_put_codes(out->code + j, M3_BLOCK, code);
   }
 }
 

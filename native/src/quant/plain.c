@@ -4,6 +4,7 @@
 #include "quant/decode.h"
 #include "quant/encode.h"
 #include "quant/half.h"
+#include "quant/rounding.h"
 
 void m3_decode_f32(const void *src, float *dst, int64_t n) { memcpy(dst, src, (size_t)n * 4); }
 
@@ -24,12 +25,10 @@ void m3_encode_f32(const float *src, void *dst, int64_t n, const float *importan
 
 void m3_encode_f16(const float *src, void *dst, int64_t n, const float *importance) {
   (void)importance;
-  uint16_t *d = dst;
-  for (int64_t i = 0; i < n; i++) d[i] = m3_f32_to_f16(src[i]);
+  m3_machine_roundings()->f16(src, dst, n);
 }
 
 void m3_encode_bf16(const float *src, void *dst, int64_t n, const float *importance) {
   (void)importance;
-  uint16_t *d = dst;
-  for (int64_t i = 0; i < n; i++) d[i] = m3_f32_to_bf16(src[i]);
+  m3_machine_roundings()->bf16(src, dst, n);
 }

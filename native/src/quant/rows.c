@@ -3,6 +3,7 @@
 #include <math.h>
 
 #include "error.h"
+#include "quant/half.h"
 #include "quant/traits.h"
 #include "threads.h"
 
@@ -34,18 +35,63 @@ static m3_status check_rows(const m3_row_set *r, const m3_type_traits **t, int64
   return m3_resolve_threads(r->n_threads, threads, err);
 }
 
+/* Rows that a thread takes at a time: 64 KiB of float32, so that one which is late does not hold up the others. */
+static int64_t chunk_of(int64_t n_per_row) { return 1 + 16384 / (n_per_row + 1); }
+
+/* Rounding and reading have done 4 MiB of float32 in the time that a thread may need to wake up on a busy machine, so
+ * they take one more only for that much. A search is worth a thread for every row. */
+static int32_t worth_waking(const m3_row_set *r, int32_t threads) {
+  uint64_t most = 1 + ((uint64_t)r->n_rows * (uint64_t)r->n_per_row >> 20);
+  return most < (uint64_t)threads ? (int32_t)most : threads;
+}
+
+static bool only_rounds(const m3_row_set *r) {
+  switch (r->type) {
+    case M3_TYPE_F32:
+    case M3_TYPE_F16:
+    case M3_TYPE_BF16:
+    case M3_TYPE_Q8_0: return true;
+    case M3_TYPE_Q4_0:
+    case M3_TYPE_Q4_1:
+    case M3_TYPE_Q5_0:
+    case M3_TYPE_Q5_1: return !r->importance;
+    default: return false;
+  }
+}
+
 /* What one row holds that the target type cannot. */
 typedef struct row_fault {
   int64_t count;  /* values that are NaN, infinite or too large */
   int64_t column; /* of the first */
 } row_fault;
 
+/* The width that every machine has. */
+typedef int32_t four_bits __attribute__((vector_size(16)));
+
+/* Whether all magnitudes are at most `limit`. */
+static bool holds(const float *x, int64_t n, float limit) {
+  /* Bits of magnitudes are in the order of the magnitudes, NaN above infinity; no difference of them overflows. */
+  int32_t most = (int32_t)m3_bits_of(limit), difference = 0;
+  four_bits a = {0}, b = {0};
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    four_bits first, second;
+    memcpy(&first, x + i, sizeof first);
+    memcpy(&second, x + i + 4, sizeof second);
+    a |= most - (first & 0x7fffffff);
+    b |= most - (second & 0x7fffffff);
+  }
+  a |= b;
+  for (int k = 0; k < 4; k++) difference |= a[k];
+  for (; i < n; i++) difference |= most - (int32_t)(m3_bits_of(x[i]) & 0x7fffffff);
+  return difference >= 0;
+}
+
 static row_fault find_fault(const float *x, int64_t n, float limit) {
-  /* A sum of comparisons first: it vectorizes, and almost every row is clean. */
   row_fault fault = {0, -1};
+  if (holds(x, n, limit)) return fault; /* almost every row */
   for (int64_t i = 0; i < n; i++) fault.count += !(fabsf(x[i]) <= limit);
-  if (fault.count)
-    for (fault.column = 0; fabsf(x[fault.column]) <= limit;) fault.column++;
+  while (fabsf(x[++fault.column]) <= limit) continue;
   return fault;
 }
 
@@ -70,7 +116,9 @@ m3_status m3_quantize(const m3_row_set *rows, m3_error *err) {
   if (!status) status = check_encoder(rows, t, err);
   if (status) return status;
   int64_t n = rows->n_per_row, faults = 0, first_row = rows->n_rows;
-#pragma omp parallel for num_threads(threads) schedule(static) reduction(+ : faults) reduction(min : first_row)
+  int64_t chunk = chunk_of(n);
+  if (only_rounds(rows)) threads = worth_waking(rows, threads);
+#pragma omp parallel for num_threads(threads) schedule(dynamic, chunk) reduction(+ : faults) reduction(min : first_row)
   for (int64_t r = 0; r < rows->n_rows; r++) {
     row_fault fault = find_fault(rows->values + r * n, n, t->largest);
     if (fault.count) {
@@ -95,8 +143,9 @@ m3_status m3_dequantize(const m3_row_set *rows, m3_error *err) {
   int32_t threads;
   m3_status status = check_rows(rows, &t, &row, &threads, err);
   if (status) return status;
-  int64_t n = rows->n_per_row;
-#pragma omp parallel for num_threads(threads) schedule(static)
+  int64_t n = rows->n_per_row, chunk = chunk_of(n);
+  threads = worth_waking(rows, threads);
+#pragma omp parallel for num_threads(threads) schedule(dynamic, chunk)
   for (int64_t r = 0; r < rows->n_rows; r++) t->to_f32((const char *)rows->data + r * row, rows->values + r * n, n);
   return M3_OK;
 }

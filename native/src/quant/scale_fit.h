@@ -58,7 +58,7 @@ typedef struct m3_codebook_type {
 #define M3_LEAST_WEIGHT 1e-9f
 
 /* False if all values are nearer to zero than to any other number of the types, the least of which is 2^-27. */
-static inline bool m3_load_values(m3_values *v, const float *x, const float *w) {
+static bool m3_load_values(m3_values *v, const float *x, const float *w) {
   float most = 0, heaviest = 0;
   for (int i = 0; i < M3_SUPERBLOCK; i++) most = fabsf(x[i]) > most ? fabsf(x[i]) : most;
   if (most < 0x1p-28f) return false;
@@ -75,7 +75,7 @@ static inline bool m3_load_values(m3_values *v, const float *x, const float *w) 
 /* Sets `signs` and `twice`. A run of eight that has to have an even number of negative ones and has not gets the wrong
  * sign at one element. At level l and scale s that adds 4 s l w |x| to the error, and l can be the lowest level, so it
  * is the element with the least w |x|. */
-static inline void m3_set_signs(m3_values *v, m3_sign_rule rule) {
+static void m3_set_signs(m3_values *v, m3_sign_rule rule) {
   for (int i = 0; i < M3_SUPERBLOCK; i++)
     v->twice[i] = 2 * (v->w[i] * (rule == M3_SIGNED_LEVELS ? v->x[i] : fabsf(v->x[i])));
   for (int r = 0; rule != M3_SIGNED_LEVELS && r < M3_SUPERBLOCK / 8; r++) {
@@ -96,7 +96,7 @@ static inline void m3_set_signs(m3_values *v, m3_sign_rule rule) {
 }
 
 /* Once the levels of a run are known the wrong sign may be cheaper at another element: moves it there. */
-M3_INLINE bool m3_move_wrong_sign(m3_values *v, int run, m3_f8 levels) {
+static bool m3_move_wrong_sign(m3_values *v, int run, m3_f8 levels) {
   int from = v->wrong[run];
   if (from < 0) return false;
   float *twice = v->twice + 8 * run, cost[M3_LANES];
@@ -114,17 +114,17 @@ M3_INLINE bool m3_move_wrong_sign(m3_values *v, int run, m3_f8 levels) {
 
 /* The unit, in terms of the values as loaded, that a float16 scale gives, and the float16 nearest to a unit. It is not
  * zero: a scale that is too small for float16 can be the multiple of one that is not. */
-static inline float m3_unit_of(const m3_codebook_type *type, const m3_values *v, uint16_t d) {
+static float m3_unit_of(const m3_codebook_type *type, const m3_values *v, uint16_t d) {
   return m3_f16_to_f32(d) / v->power * type->unit;
 }
 
-static inline uint16_t m3_d_of(const m3_codebook_type *type, const m3_values *v, float unit) {
+static uint16_t m3_d_of(const m3_codebook_type *type, const m3_values *v, float unit) {
   float d = unit / type->unit * v->power;
   uint16_t h = m3_f32_to_f16(d < 65504.0f ? d : 65504.0f);
   return h ? h : 1;
 }
 
-static inline float m3_error_at(m3_fit fit, float s) { return s * (fit.c * s - 2 * fit.b); }
+static float m3_error_at(m3_fit fit, float s) { return s * (fit.c * s - 2 * fit.b); }
 
 typedef struct m3_fits {
   int n[M3_CODEBOOK_GROUPS];
@@ -132,7 +132,7 @@ typedef struct m3_fits {
 } m3_fits;
 
 /* Of a group, the multiple with the lowest error. */
-static inline int m3_best_multiple(const m3_fits *fits, int g, int multiples, float unit) {
+static int m3_best_multiple(const m3_fits *fits, int g, int multiples, float unit) {
   float least = INFINITY, top = (float)(multiples - 1);
   int best = 1;
   for (int f = 0; f < fits->n[g]; f++) {
@@ -166,7 +166,7 @@ M3_INLINE m3_f8 m3_errors_of(const m3_codebook_type *type, const m3_fits *fits, 
 
 /* The best float16 scale of those about the one with which the greatest scale of a group gets the greatest multiple:
  * from 0.75 to 1.5 times as large. */
-static inline uint16_t m3_choose_d(const m3_codebook_type *type, const m3_values *v, const m3_fits *fits, float about) {
+static uint16_t m3_choose_d(const m3_codebook_type *type, const m3_values *v, const m3_fits *fits, float about) {
   enum { TRIED = 48 };
   float unit[TRIED], error[TRIED];
   uint16_t d[TRIED];
@@ -184,9 +184,12 @@ static inline uint16_t m3_choose_d(const m3_codebook_type *type, const m3_values
 /* The share of a group's weighted squares above which one value alone decides about the scale. */
 #define M3_DECIDING_SHARE 0.35f
 
+/* Of the root mean square of a group: below it no magnitude stands out, as in values about a constant. Without trials
+ * for these, rounding did better than the search on some of them (IQ2_XS, IQ2_S). */
+#define M3_EVEN_MAGNITUDES 1.4f
+
 /* Codes of a group at all trial scales; gives the scale of the best ones. */
-static inline float m3_try_scales(const m3_codebook_type *type, const m3_grids *grids, m3_values *v, int g,
-                                  m3_fits *fits) {
+static float m3_try_scales(const m3_codebook_type *type, const m3_grids *grids, m3_values *v, int g, m3_fits *fits) {
   int size = M3_SUPERBLOCK / type->groups, n = 0, decides = g * size;
   float sum = 0, weight = 0, greatest_square = 0, most = 0;
   for (int i = g * size; i < (g + 1) * size; i++) {
@@ -202,9 +205,9 @@ static inline float m3_try_scales(const m3_codebook_type *type, const m3_grids *
   float rms = sqrtf(sum / weight), reference = (rms > 0x1p-20f ? rms : 0x1p-20f) * type->reference;
   float scales[M3_TRIALS_MOST + M3_LEVELS_MOST];
   for (int t = 0; t < type->trials; t++) scales[n++] = reference * type->trial[t];
-  /* One value that decides, or magnitudes that hardly differ: scales with which a level meets them, far though they may
+  /* One value that decides, or magnitudes that differ little: scales with which a level meets them, far though they may
    * be from the others. */
-  if (sum > 0 && (greatest_square > M3_DECIDING_SHARE * sum || most < 1.1f * rms))
+  if (sum > 0 && (greatest_square > M3_DECIDING_SHARE * sum || most < M3_EVEN_MAGNITUDES * rms))
     for (int l = 0; l < type->levels; l++) scales[n++] = fabsf(v->x[decides]) / type->level[l];
   float least = 0, scale = 0;
   m3_group_codes codes;
@@ -223,8 +226,8 @@ static inline float m3_try_scales(const m3_codebook_type *type, const m3_grids *
 
 /* Codes of all groups at the multiples of d that suit them best; d may change to what suits these codes better. The
  * error comes back, and the parabolas join fits. */
-static inline float m3_code_groups(const m3_codebook_type *type, const m3_grids *grids, m3_values *v, uint16_t d,
-                                   m3_fits *fits, m3_coded_block *out) {
+static float m3_code_groups(const m3_codebook_type *type, const m3_grids *grids, m3_values *v, uint16_t d,
+                            m3_fits *fits, m3_coded_block *out) {
   float unit = m3_unit_of(type, v, d);
   m3_fit all = {0, 0, 0}; /* by the unit */
   for (int g = 0; g < type->groups; g++) {
@@ -242,7 +245,7 @@ static inline float m3_code_groups(const m3_codebook_type *type, const m3_grids 
   return before;
 }
 
-static inline void m3_fit_block(const m3_codebook_type *type, const float *x, const float *w, m3_coded_block *out) {
+static void m3_fit_block(const m3_codebook_type *type, const float *x, const float *w, m3_coded_block *out) {
   const m3_grids *grids = m3_get_grids();
   m3_values v;
   m3_fits fits;

@@ -21,18 +21,20 @@ typedef struct m3_frame {
   m3_f8 w[M3_MOST_VECTORS][M3_LONGEST_GROUP]; /* not set without weights */
   m3_f8 up, down;                             /* x = up * value; 1 / up */
   m3_f8 sum_w[M3_MOST_VECTORS];
+  bool weighted;
 } m3_frame;
 
-M3_INLINE void m3_deal(const float *from, m3_f8 (*to)[M3_LONGEST_GROUP], int vectors, int n) {
+/* NULL: all equal. */
+M3_INLINE const m3_f8 *m3_weights(const m3_frame *f, int v) { return f->weighted ? f->w[v] : NULL; }
+
+/* n is a multiple of M3_LANES. */
+static void m3_deal(const float *from, m3_f8 (*to)[M3_LONGEST_GROUP], int vectors, int n) {
   for (int v = 0; v < vectors; v++)
-    for (int j = 0; j < n; j++) {
-      const float *p = from + v * M3_LANES * n + j;
-      to[v][j] = (m3_f8){p[0], p[n], p[2 * n], p[3 * n], p[4 * n], p[5 * n], p[6 * n], p[7 * n]};
-    }
+    for (int j = 0; j < n; j += M3_LANES) m3_transpose8(from + v * M3_LANES * n + j, n, to[v] + j);
 }
 
 /* The greatest magnitude of each lane; of all lanes in every lane if they share a scale. */
-M3_INLINE m3_f8 m3_greatest_magnitude(m3_f8 (*x)[M3_LONGEST_GROUP], int vectors, int n, bool shared) {
+M3_KERNEL m3_f8 m3_greatest_magnitude(m3_f8 (*x)[M3_LONGEST_GROUP], int vectors, int n, bool shared) {
   m3_f8 most = m3_splat(0);
   for (int v = 0; v < vectors; v++)
     for (int j = 0; j < n; j++) most = m3_max8(most, m3_abs8(x[v][j]));
@@ -40,7 +42,7 @@ M3_INLINE m3_f8 m3_greatest_magnitude(m3_f8 (*x)[M3_LONGEST_GROUP], int vectors,
 }
 
 /* Weights as shares of the greatest one, equal where all are zero. */
-M3_INLINE void m3_set_weights(m3_f8 (*w)[M3_LONGEST_GROUP], int vectors, int n, bool shared) {
+M3_KERNEL void m3_set_weights(m3_f8 (*w)[M3_LONGEST_GROUP], int vectors, int n, bool shared) {
   m3_f8 most = m3_greatest_magnitude(w, vectors, n, shared);
   m3_i8 none = most == 0;
   most = m3_select(none, m3_splat(1), most);
@@ -50,7 +52,7 @@ M3_INLINE void m3_set_weights(m3_f8 (*w)[M3_LONGEST_GROUP], int vectors, int n, 
 }
 
 /* Fills the frame. shared: the groups are of one block; otherwise each lane is a block of its own. */
-M3_INLINE void m3_set_frame(m3_frame *f, const float *x, const float *w, int vectors, int n, bool shared) {
+M3_KERNEL void m3_set_frame(m3_frame *f, const float *x, const float *w, int vectors, int n, bool shared) {
   m3_deal(x, f->x, vectors, n);
   m3_f8 most = m3_greatest_magnitude(f->x, vectors, n, shared);
   /* The greatest power of two not above `most`: its exponent. Lanes that are all but zero are scaled to zero. */
@@ -61,6 +63,7 @@ M3_INLINE void m3_set_frame(m3_frame *f, const float *x, const float *w, int vec
     for (int j = 0; j < n; j++) f->x[v][j] *= f->up;
     f->sum_w[v] = m3_splat((float)n);
   }
+  f->weighted = w != NULL;
   if (!w) return;
   m3_deal(w, f->w, vectors, n);
   m3_set_weights(f->w, vectors, n, shared);
@@ -81,7 +84,7 @@ typedef struct m3_common_scale {
 /* The scale in whole multiples (low to high) of which the numbers p are told best, bend the price of squared
  * deviations: the best of `tries` (a multiple of 8) float16 numbers, greatest / (first + k step). A candidate in each
  * lane. */
-M3_INLINE m3_common_scale m3_best_common(const m3_frame *f, int vectors, const m3_f8 *p, const m3_f8 *bend,
+M3_KERNEL m3_common_scale m3_best_common(const m3_frame *f, int vectors, const m3_f8 *p, const m3_f8 *bend,
                                          float greatest, int tries, float first, float step, float low, float high) {
   float group[M3_MOST_GROUPS], price[M3_MOST_GROUPS];
   memcpy(group, p, (size_t)vectors * sizeof *p);
@@ -101,10 +104,19 @@ M3_INLINE m3_common_scale m3_best_common(const m3_frame *f, int vectors, const m
   return best;
 }
 
-/* Codes of one value of each of eight groups, n values apart. */
-M3_INLINE void m3_put_codes(uint8_t *code, int n, m3_f8 q) {
+/* Codes of four neighbors in each of eight groups, which are n codes apart. */
+M3_INLINE void m3_put_codes(uint8_t *code, int n, const m3_f8 *q) {
+  m3_i8 bytes = __builtin_convertvector(q[0], m3_i8) | __builtin_convertvector(q[1], m3_i8) << 8 |
+                __builtin_convertvector(q[2], m3_i8) << 16 | __builtin_convertvector(q[3], m3_i8) << 24;
+  int32_t four[M3_LANES];
+  memcpy(four, &bytes, sizeof four);
+  for (int k = 0; k < M3_LANES; k++) memcpy(code + k * n, &four[k], 4);
+}
+
+/* A code of each of eight groups. */
+M3_INLINE void m3_put_group_codes(uint8_t *code, m3_f8 q) {
   m3_i8 whole = __builtin_convertvector(q, m3_i8);
-  for (int k = 0; k < M3_LANES; k++) code[k * n] = (uint8_t)whole[k];
+  for (int k = 0; k < M3_LANES; k++) code[k] = (uint8_t)whole[k];
 }
 
 #endif

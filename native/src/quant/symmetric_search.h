@@ -41,7 +41,7 @@ M3_INLINE uneven_numbers symmetric_numbers(void) {
 }
 
 /* Number of bounds that v is above: its code. */
-M3_INLINE m3_i8 symmetric_uneven_code(const uneven_numbers *u, m3_f8 v) {
+M3_KERNEL m3_i8 symmetric_uneven_code(const uneven_numbers *u, m3_f8 v) {
   m3_i8 upper = v > m3_splat(u->bound_first[7]);
   m3_i8 code = (v > m3_select(upper, m3_splat(u->bound_last[3]), m3_splat(u->bound_first[3]))) & 4;
   for (int step = 2; step >= 1; step /= 2) {
@@ -56,22 +56,25 @@ M3_INLINE m3_f8 symmetric_number(const uneven_numbers *u, m3_i8 code) {
   return m3_select((code & 8) != 0, m3_lookup8(u->last, code & 7), m3_lookup8(u->first, code & 7));
 }
 
-M3_INLINE m3_f8 symmetric_nearest(const symmetric_shape t, const uneven_numbers *u, m3_f8 v) {
-  if (t.iq4) return symmetric_number(u, symmetric_uneven_code(u, v));
-  return m3_clamp8(m3_round8(v), t.low, t.high);
+M3_INLINE m3_f8 symmetric_nearest(const symmetric_shape *t, const uneven_numbers *u, bool iq4, m3_f8 v) {
+  if (iq4) return symmetric_number(u, symmetric_uneven_code(u, v));
+  return m3_clamp8(m3_round8(v), t->low, t->high);
 }
+
+/* Weights are NULL where all are equal. Of the functions that end in _as there is a copy for each kind of numbers, with
+ * weights and without. */
 
 /* Sums over a group with the nearest numbers q for a scale a; r = x - a q. */
 typedef struct symmetric_sums {
   m3_f8 qq, qr, rr; /* of w q^2, w q r, w r^2 */
 } symmetric_sums;
 
-M3_INLINE symmetric_sums symmetric_try(const symmetric_shape t, const uneven_numbers *u, const m3_f8 *x, const m3_f8 *w,
-                                       bool weighted, m3_f8 a) {
+M3_KERNEL symmetric_sums symmetric_try_as(const symmetric_shape *t, const uneven_numbers *u, const m3_f8 *x,
+                                          const m3_f8 *w, bool iq4, bool weighted, m3_f8 a) {
   symmetric_sums s = {m3_splat(0), m3_splat(0), m3_splat(0)};
   m3_f8 inverse = m3_inverse8(a);
-  for (int j = 0; j < t.n; j++) {
-    m3_f8 q = symmetric_nearest(t, u, x[j] * inverse);
+  for (int j = 0; j < t->n; j++) {
+    m3_f8 q = symmetric_nearest(t, u, iq4, x[j] * inverse);
     m3_f8 r = x[j] - a * q;
     m3_f8 wq = weighted ? w[j] * q : q;
     s.qq += wq * q;
@@ -81,14 +84,26 @@ M3_INLINE symmetric_sums symmetric_try(const symmetric_shape t, const uneven_num
   return s;
 }
 
-M3_INLINE m3_f8 symmetric_error(const symmetric_shape t, const uneven_numbers *u, const m3_f8 *x, const m3_f8 *w,
-                                bool weighted, m3_f8 a) {
+static symmetric_sums symmetric_try(const symmetric_shape *t, const uneven_numbers *u, const m3_f8 *x, const m3_f8 *w,
+                                    m3_f8 a) {
+  if (t->iq4) return w ? symmetric_try_as(t, u, x, w, true, true, a) : symmetric_try_as(t, u, x, w, true, false, a);
+  return w ? symmetric_try_as(t, u, x, w, false, true, a) : symmetric_try_as(t, u, x, w, false, false, a);
+}
+
+M3_KERNEL m3_f8 symmetric_error_as(const symmetric_shape *t, const uneven_numbers *u, const m3_f8 *x, const m3_f8 *w,
+                                   bool iq4, bool weighted, m3_f8 a) {
   m3_f8 rr = m3_splat(0), inverse = m3_inverse8(a);
-  for (int j = 0; j < t.n; j++) {
-    m3_f8 r = x[j] - a * symmetric_nearest(t, u, x[j] * inverse);
+  for (int j = 0; j < t->n; j++) {
+    m3_f8 r = x[j] - a * symmetric_nearest(t, u, iq4, x[j] * inverse);
     rr += weighted ? w[j] * r * r : r * r;
   }
   return rr;
+}
+
+static m3_f8 symmetric_error(const symmetric_shape *t, const uneven_numbers *u, const m3_f8 *x, const m3_f8 *w,
+                             m3_f8 a) {
+  if (t->iq4) return w ? symmetric_error_as(t, u, x, w, true, true, a) : symmetric_error_as(t, u, x, w, true, false, a);
+  return w ? symmetric_error_as(t, u, x, w, false, true, a) : symmetric_error_as(t, u, x, w, false, false, a);
 }
 
 /* What is known of the groups of a vector. */
@@ -98,7 +113,7 @@ typedef struct symmetric_fit {
 } symmetric_fit;
 
 /* The value of the greatest magnitude of each group. */
-M3_INLINE m3_f8 symmetric_extreme(const m3_f8 *x, int n) {
+static m3_f8 symmetric_extreme(const m3_f8 *x, int n) {
   m3_f8 low = x[0], high = x[0];
   for (int j = 1; j < n; j++) {
     low = m3_min8(x[j], low);
@@ -109,15 +124,16 @@ M3_INLINE m3_f8 symmetric_extreme(const m3_f8 *x, int n) {
 
 enum { SYMMETRIC_TURNS = 3 };
 
-M3_INLINE symmetric_fit symmetric_best_scale(const symmetric_shape t, const uneven_numbers *u, const m3_f8 *x,
-                                             const m3_f8 *w, bool weighted) {
-  const symmetric_starts starts = weighted ? t.weighted : t.equal;
+M3_KERNEL symmetric_fit symmetric_best_scale_as(const symmetric_shape *t, const uneven_numbers *u, const m3_f8 *x,
+                                                const m3_f8 *w, bool iq4, bool weighted) {
+  const symmetric_starts starts = weighted ? t->weighted : t->equal;
   symmetric_fit f = {m3_splat(0), m3_splat(1)};
-  m3_f8 extreme = symmetric_extreme(x, t.n), best = m3_splat(3e38f);
+  m3_f8 extreme = symmetric_extreme(x, t->n), best = m3_splat(3e38f);
   for (int k = 0; k < 2 * starts.tries; k++) {
-    float c = starts.first + (float)(k % starts.tries) * starts.step;
-    m3_f8 a = extreme * (1.0f / (k < starts.tries ? t.low - c : t.high + c));
-    symmetric_sums s = symmetric_try(t, u, x, w, weighted, a);
+    bool low = k < starts.tries;
+    float c = starts.first + (float)(low ? k : k - starts.tries) * starts.step;
+    m3_f8 a = extreme * (1.0f / (low ? t->low - c : t->high + c));
+    symmetric_sums s = symmetric_try_as(t, u, x, w, iq4, weighted, a);
     m3_i8 flat = s.qq <= m3_splat(0);
     m3_f8 da = m3_select(flat, m3_splat(0), s.qr / m3_select(flat, m3_splat(1), s.qq));
     m3_f8 error = s.rr - da * s.qr;
@@ -127,7 +143,7 @@ M3_INLINE symmetric_fit symmetric_best_scale(const symmetric_shape t, const unev
   }
   m3_f8 a = f.a;
   for (int k = 0; k < SYMMETRIC_TURNS; k++) {
-    symmetric_sums s = symmetric_try(t, u, x, w, weighted, a);
+    symmetric_sums s = symmetric_try_as(t, u, x, w, iq4, weighted, a);
     m3_i8 better = s.rr <= best;
     best = m3_select(better, s.rr, best);
     f.a = m3_select(better, a, f.a);
@@ -136,6 +152,13 @@ M3_INLINE symmetric_fit symmetric_best_scale(const symmetric_shape t, const unev
     a += m3_select(flat, m3_splat(0), s.qr / m3_select(flat, m3_splat(1), s.qq));
   }
   return f;
+}
+
+static symmetric_fit symmetric_best_scale(const symmetric_shape *t, const uneven_numbers *u, const m3_f8 *x,
+                                          const m3_f8 *w) {
+  if (t->iq4)
+    return w ? symmetric_best_scale_as(t, u, x, w, true, true) : symmetric_best_scale_as(t, u, x, w, true, false);
+  return w ? symmetric_best_scale_as(t, u, x, w, false, true) : symmetric_best_scale_as(t, u, x, w, false, false);
 }
 
 /* ------------------------------------------------------------------------------ a scale for all, one for each group */
@@ -147,24 +170,24 @@ typedef struct symmetric_state {
   float total;
 } symmetric_state;
 
-M3_INLINE void symmetric_measure(const symmetric_shape t, const uneven_numbers *u, const m3_frame *f, bool weighted,
-                                 symmetric_state *s) {
+static void symmetric_measure(const symmetric_shape *t, const uneven_numbers *u, const m3_frame *f,
+                              symmetric_state *s) {
   m3_f8 total = m3_splat(0);
-  for (int v = 0; v < t.vectors; v++) {
-    s->error[v] = symmetric_error(t, u, f->x[v], f->w[v], weighted, s->d * s->scale[v]);
+  for (int v = 0; v < t->vectors; v++) {
+    s->error[v] = symmetric_error(t, u, f->x[v], m3_weights(f, v), s->d * s->scale[v]);
     total += s->error[v];
   }
   s->total = m3_total(total);
 }
 
-M3_INLINE void symmetric_neighbors(const symmetric_shape t, const uneven_numbers *u, const m3_frame *f, bool weighted,
-                                   symmetric_state *s) {
+static void symmetric_neighbors(const symmetric_shape *t, const uneven_numbers *u, const m3_frame *f,
+                                symmetric_state *s) {
   m3_f8 total = m3_splat(0);
-  for (int v = 0; v < t.vectors; v++) {
+  for (int v = 0; v < t->vectors; v++) {
     m3_f8 scale0 = s->scale[v];
     for (int k = -1; k <= 1; k += 2) {
-      m3_f8 scale = m3_clamp8(scale0 + (float)k, t.scale_low, t.scale_top);
-      m3_f8 error = symmetric_error(t, u, f->x[v], f->w[v], weighted, s->d * scale);
+      m3_f8 scale = m3_clamp8(scale0 + (float)k, t->scale_low, t->scale_top);
+      m3_f8 error = symmetric_error(t, u, f->x[v], m3_weights(f, v), s->d * scale);
       m3_i8 better = error < s->error[v];
       s->error[v] = m3_select(better, error, s->error[v]);
       s->scale[v] = m3_select(better, scale, s->scale[v]);
@@ -175,11 +198,11 @@ M3_INLINE void symmetric_neighbors(const symmetric_shape t, const uneven_numbers
 }
 
 /* The best d for the codes and scales as they are; true if the error went down. */
-M3_INLINE bool symmetric_common_step(const symmetric_shape t, const uneven_numbers *u, const m3_frame *f, bool weighted,
-                                     symmetric_state *s) {
+static bool symmetric_common_step(const symmetric_shape *t, const uneven_numbers *u, const m3_frame *f,
+                                  symmetric_state *s) {
   m3_f8 pp = m3_splat(0), pr = pp;
-  for (int v = 0; v < t.vectors; v++) {
-    symmetric_sums sums = symmetric_try(t, u, f->x[v], f->w[v], weighted, s->d * s->scale[v]);
+  for (int v = 0; v < t->vectors; v++) {
+    symmetric_sums sums = symmetric_try(t, u, f->x[v], m3_weights(f, v), s->d * s->scale[v]);
     pp += s->scale[v] * s->scale[v] * sums.qq;
     pr += s->scale[v] * sums.qr;
   }
@@ -187,104 +210,91 @@ M3_INLINE bool symmetric_common_step(const symmetric_shape t, const uneven_numbe
   if (!(a > 0)) return false;
   symmetric_state next = *s;
   next.d = m3_stored8(f, s->d + b / a);
-  symmetric_measure(t, u, f, weighted, &next);
+  symmetric_measure(t, u, f, &next);
   if (!(next.total < s->total)) return false;
   *s = next;
   return true;
 }
 
 /* The scale in whole multiples of which the scales a are best told. */
-M3_INLINE m3_f8 symmetric_common(const symmetric_shape t, const m3_frame *f, const m3_f8 *a, const m3_f8 *bend) {
+static m3_f8 symmetric_common(const symmetric_shape *t, const m3_frame *f, const m3_f8 *a, const m3_f8 *bend) {
   m3_f8 top = m3_abs8(a[0]);
-  for (int v = 1; v < t.vectors; v++) top = m3_max8(top, m3_abs8(a[v]));
+  for (int v = 1; v < t->vectors; v++) top = m3_max8(top, m3_abs8(a[v]));
   float greatest = m3_greatest(top);
   m3_common_scale one =
-      m3_best_common(f, t.vectors, a, bend, greatest, 8, t.scale_low - 1, 0.5f, t.scale_low, t.scale_top);
+      m3_best_common(f, t->vectors, a, bend, greatest, 8, t->scale_low - 1, 0.5f, t->scale_low, t->scale_top);
   m3_common_scale other =
-      m3_best_common(f, t.vectors, a, bend, greatest, 8, t.scale_top + 1, -0.5f, t.scale_low, t.scale_top);
+      m3_best_common(f, t->vectors, a, bend, greatest, 8, t->scale_top + 1, -0.5f, t->scale_low, t->scale_top);
   return m3_splat(one.error <= other.error ? one.d : other.d);
 }
 
-M3_INLINE void symmetric_settle(const symmetric_shape t, const uneven_numbers *u, const m3_frame *f, bool weighted,
-                                const m3_f8 *a, m3_f8 d, symmetric_state *s) {
+static void symmetric_settle(const symmetric_shape *t, const uneven_numbers *u, const m3_frame *f, const m3_f8 *a,
+                             m3_f8 d, symmetric_state *s) {
   s->d = d;
   m3_f8 inverse = m3_inverse8(d);
-  for (int v = 0; v < t.vectors; v++) s->scale[v] = m3_clamp8(m3_round8(a[v] * inverse), t.scale_low, t.scale_top);
-  symmetric_measure(t, u, f, weighted, s);
+  for (int v = 0; v < t->vectors; v++) s->scale[v] = m3_clamp8(m3_round8(a[v] * inverse), t->scale_low, t->scale_top);
+  symmetric_measure(t, u, f, s);
 }
 
-M3_INLINE void symmetric_put(const symmetric_shape t, const uneven_numbers *u, const m3_f8 *x, m3_f8 a, uint8_t *code) {
+static void symmetric_put(const symmetric_shape *t, const uneven_numbers *u, const m3_f8 *x, m3_f8 a, uint8_t *code) {
   m3_f8 inverse = m3_inverse8(a);
-  for (int j = 0; j < t.n; j++) {
-    m3_f8 v = x[j] * inverse;
-    m3_f8 q = t.iq4 ? __builtin_convertvector(symmetric_uneven_code(u, v), m3_f8)
-                    : m3_clamp8(m3_round8(v), t.low, t.high) - t.low;
-    m3_put_codes(code + j, t.n, q);
+  for (int j = 0; j < t->n; j += 4) {
+    m3_f8 q[4];
+    for (int i = 0; i < 4; i++) {
+      m3_f8 v = x[j + i] * inverse;
+      q[i] = t->iq4 ? __builtin_convertvector(symmetric_uneven_code(u, v), m3_f8)
+                    : m3_clamp8(m3_round8(v), t->low, t->high) - t->low;
+    }
+    m3_put_codes(code + j, t->n, q);
   }
 }
 
-M3_INLINE void symmetric_groups_as(const symmetric_shape t, const float *x, const float *w, bool weighted,
-                                   m3_symmetric_groups *out) {
+static void symmetric_groups(const symmetric_shape *t, const float *x, const float *w, m3_symmetric_groups *out) {
   m3_frame f;
-  m3_set_frame(&f, x, w, t.vectors, t.n, true);
+  m3_set_frame(&f, x, w, t->vectors, t->n, true);
   uneven_numbers u = symmetric_numbers();
   symmetric_state s, plain;
-  m3_f8 a[M3_MOST_VECTORS], bend[M3_MOST_VECTORS], range[M3_MOST_VECTORS];
-  for (int v = 0; v < t.vectors; v++) {
-    symmetric_fit fit = symmetric_best_scale(t, &u, f.x[v], f.w[v], weighted);
+  m3_f8 a[M3_MOST_VECTORS] = {m3_splat(0)}, bend[M3_MOST_VECTORS], range[M3_MOST_VECTORS];
+  for (int v = 0; v < t->vectors; v++) {
+    symmetric_fit fit = symmetric_best_scale(t, &u, f.x[v], m3_weights(&f, v));
     a[v] = fit.a;
     bend[v] = fit.bend;
-    range[v] = symmetric_extreme(f.x[v], t.n) / t.low;
+    range[v] = symmetric_extreme(f.x[v], t->n) / t->low;
   }
-  symmetric_settle(t, &u, &f, weighted, a, symmetric_common(t, &f, a, bend), &s);
-  symmetric_neighbors(t, &u, &f, weighted, &s);
-  if (symmetric_common_step(t, &u, &f, weighted, &s)) symmetric_neighbors(t, &u, &f, weighted, &s);
-  symmetric_common_step(t, &u, &f, weighted, &s);
+  symmetric_settle(t, &u, &f, a, symmetric_common(t, &f, a, bend), &s);
+  symmetric_neighbors(t, &u, &f, &s);
+  if (symmetric_common_step(t, &u, &f, &s)) symmetric_neighbors(t, &u, &f, &s);
+  symmetric_common_step(t, &u, &f, &s);
   /* Extremes as they are, rounded: what a search must never fall behind. */
   m3_f8 most = m3_abs8(range[0]);
-  for (int v = 1; v < t.vectors; v++) most = m3_max8(most, m3_abs8(range[v]));
-  symmetric_settle(t, &u, &f, weighted, range, m3_stored8(&f, m3_splat(m3_greatest(most) / t.scale_top)), &plain);
+  for (int v = 1; v < t->vectors; v++) most = m3_max8(most, m3_abs8(range[v]));
+  symmetric_settle(t, &u, &f, range, m3_stored8(&f, m3_splat(m3_greatest(most) / t->scale_top)), &plain);
   if (plain.total < s.total) s = plain;
 
-  for (int v = 0; v < t.vectors; v++) {
+  for (int v = 0; v < t->vectors; v++) {
     m3_i8 whole = __builtin_convertvector(s.scale[v], m3_i8);
     for (int k = 0; k < M3_LANES; k++) out->scale[v * M3_LANES + k] = (int8_t)whole[k];
-    symmetric_put(t, &u, f.x[v], s.d * s.scale[v], out->code + v * M3_LANES * t.n);
+    symmetric_put(t, &u, f.x[v], s.d * s.scale[v], out->code + v * M3_LANES * t->n);
   }
   m3_f8 d = s.d * f.down;
   out->d = m3_f32_to_f16(d[0]);
 }
 
-M3_INLINE void symmetric_groups(const symmetric_shape t, const float *x, const float *w, m3_symmetric_groups *out) {
-  if (w)
-    symmetric_groups_as(t, x, w, true, out);
-  else
-    symmetric_groups_as(t, x, w, false, out);
-}
-
 /* ------------------------------------------------------------------------------------------ a scale for each block */
 
-M3_INLINE void symmetric_blocks_as(const symmetric_shape t, const float *x, const float *w, bool weighted,
-                                   m3_single_blocks *out) {
+static void symmetric_blocks(const symmetric_shape *t, const float *x, const float *w, m3_single_blocks *out) {
   m3_frame f;
-  m3_set_frame(&f, x, w, 1, t.n, false);
+  m3_set_frame(&f, x, w, 1, t->n, false);
   uneven_numbers u = symmetric_numbers();
   /* The extreme as it is, rounded, is what a search must never fall behind. */
-  m3_f8 plain = m3_stored8(&f, symmetric_extreme(f.x[0], t.n) / t.low);
-  m3_f8 d = m3_stored8(&f, symmetric_best_scale(t, &u, f.x[0], f.w[0], weighted).a);
-  m3_f8 plain_error = symmetric_error(t, &u, f.x[0], f.w[0], weighted, plain);
-  m3_f8 error = symmetric_error(t, &u, f.x[0], f.w[0], weighted, d);
+  m3_f8 plain = m3_stored8(&f, symmetric_extreme(f.x[0], t->n) / t->low);
+  m3_f8 d = m3_stored8(&f, symmetric_best_scale(t, &u, f.x[0], m3_weights(&f, 0)).a);
+  m3_f8 plain_error = symmetric_error(t, &u, f.x[0], m3_weights(&f, 0), plain);
+  m3_f8 error = symmetric_error(t, &u, f.x[0], m3_weights(&f, 0), d);
   d = m3_select(error <= plain_error, d, plain);
   m3_f8 real_d = d * f.down;
   for (int k = 0; k < M3_LANES; k++) out->d[k] = m3_f32_to_f16(real_d[k]);
   symmetric_put(t, &u, f.x[0], d, out->code);
-}
-
-M3_INLINE void symmetric_blocks(const symmetric_shape t, const float *x, const float *w, m3_single_blocks *out) {
-  if (w)
-    symmetric_blocks_as(t, x, w, true, out);
-  else
-    symmetric_blocks_as(t, x, w, false, out);
 }
 
 #endif
