@@ -169,14 +169,12 @@ def check_command(
         restart=restart,
         isa=isa,
     )
-    page = check_output(report, "the report", [reference, candidate]) if report else None
+    page = None
+    if report is not None:
+        page = check_output(report, "the report", [reference, candidate, *([text] if text else [])])
     finished = run_check(check)
     note(f"done in {format_seconds(finished.seconds)}, peak memory {format_bytes(finished.peak_bytes)}")
     content = report_json(finished)
-    if page is not None:
-        from m3_convert.page import write_page  # the template engine is needed here alone
-
-        write_page(content, page)
     try:
         if as_json:
             print(json.dumps(content, indent=2, allow_nan=False))
@@ -185,6 +183,10 @@ def check_command(
         sys.stdout.flush()
     except BrokenPipeError:
         abandon_stdout()  # whoever read the report left; the verdict stands
+    if page is not None:  # after the numbers, which a full disk shall not take along
+        from m3_convert.page import write_page  # the template engine is needed here alone
+
+        write_page(content, page)
     if finished.verdict.shortfalls:
         note(finished.verdict.shortfall)
     return finished.verdict.exit_code

@@ -145,6 +145,7 @@ def convert_command(
     if discard_source:
         check_discardable(opened.shards)
     plan = plan_conversion(opened, choice)
+    plan = replace(plan, inputs=tuple(path for path in (recipe, imatrix) if path is not None))
     if explain is not None:
         _print_explanation(plan, explain, as_json)
         return

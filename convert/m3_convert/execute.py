@@ -21,6 +21,7 @@ from m3_convert.disk_room import Room, check_rooms
 from m3_convert.encode import Encoder
 from m3_convert.gguf_file import OutputFile
 from m3_convert.journal import JOURNAL_SUFFIX, Basis, Journal, basis_of
+from m3_convert.output_file import check_apart
 from m3_convert.part_file import DamagedError, PartFile, part_path
 from m3_convert.plan import Plan
 from m3_convert.progress import format_bytes, progress
@@ -50,12 +51,9 @@ def check_output(plan: Plan, out: Path) -> Path:
         raise InputError(f"{out}: expected a file name for the GGUF, found a folder")
     if not target.parent.is_dir():
         raise InputError(f"{out}: its folder {target.parent} does not exist")
-    if target.exists():
-        if not stat.S_ISREG(target.stat().st_mode):
-            raise InputError(f"{out}: expected a file, found a device or pipe")
-        # By what the names stand for: the files of a Hub snapshot are links to elsewhere.
-        if any(target.samefile(file) for file in plan.source.files):
-            raise InputError(f"{out}: is part of the source")
+    if target.exists() and not stat.S_ISREG(target.stat().st_mode):
+        raise InputError(f"{out}: expected a file, found a device or pipe")
+    check_apart(out, target, (*plan.source.files, *plan.inputs))
     return target
 
 

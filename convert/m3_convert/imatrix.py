@@ -188,8 +188,11 @@ class ImportanceMatrix:
         except BaseException as error:
             part.unlink(missing_ok=True)
             if isinstance(error, OSError):
-                kind = MachineError if error.errno in _NO_ROOM else InputError
-                raise kind(f"{part}: cannot be written: {error.strerror}; nothing was kept") from error
+                # NumPy says of a short write only that it was one.
+                full = error.errno is None or error.errno in _NO_ROOM
+                kind = MachineError if full else InputError
+                why = error.strerror or f"the disk is full: {error}"
+                raise kind(f"{part}: cannot be written: {why}; nothing was kept") from error
             raise
         return size
 

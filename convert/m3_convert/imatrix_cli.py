@@ -102,7 +102,7 @@ def imatrix_command(
 ) -> None:
     start = time.monotonic()
     options = WalkOptions(_cache_type("--kv-type", kv_type), _cache_type("--index-type", index_type), threads)
-    target = check_output(out, "the importance matrix", [source])
+    target = check_output(out, "the importance matrix", [source, text])
     content = load_text(text)
     with open_layered(source, isa=isa, threads=threads) as model:
         for note in model.notes:

@@ -2,34 +2,48 @@
 
 import os
 import stat
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from m3_convert.part_file import part_path
+from m3_convert.journal import PART_SUFFIX
 from m3_runtime.errors import InputError
+from m3_runtime.gguf_reader import gguf_files
 
 
-def check_output(out: Path, what: str, sources: Iterable[Path]) -> Path:
+def check_output(out: Path, what: str, inputs: Iterable[Path]) -> Path:
     """The path that `out` stands for, links followed.
 
-    what: the file is, as in "the report". sources: what must not be written over; a folder stands for the files in it.
-    Raises InputError if no file can be put there.
+    what: the file is, as in "the report". inputs: see `check_apart`. Raises InputError if no file can be put there, or
+    its part file is there already: it may be the work of another command.
     """
     target = Path(os.path.realpath(out))
     if target.is_dir():
         raise InputError(f"{out}: expected a file name for {what}, found a folder")
     if not target.parent.is_dir():
         raise InputError(f"{out}: its folder {target.parent} does not exist")
-    if target.exists():
-        if not stat.S_ISREG(target.stat().st_mode):
-            raise InputError(f"{out}: expected a file, found a device or pipe")
-        files = [file for source in sources for file in (source.iterdir() if source.is_dir() else [source])]
-        if any(target.samefile(file) for file in files if file.is_file()):
-            raise InputError(f"{out}: is part of the source")
-    part = part_path(target)
+    if target.exists() and not stat.S_ISREG(target.stat().st_mode):
+        raise InputError(f"{out}: expected a file, found a device or pipe")
+    check_apart(out, target, inputs)
+    part = target.with_name(target.name + PART_SUFFIX)
+    if os.path.lexists(part):
+        raise InputError(f"{part}: is there already; remove it if no other command is writing it")
     try:
-        part.open("wb").close()
-        part.unlink()
+        with tempfile.TemporaryFile(dir=target.parent):
+            pass
     except OSError as error:
         raise InputError(f"{out}: cannot be written: {error.strerror}") from error
     return target
+
+
+def check_apart(out: Path, target: Path, inputs: Iterable[Path]) -> None:
+    """Raises InputError if `target`, which `out` stands for, or its part file is one of the `inputs` of the command.
+
+    A folder stands for the files in it, a GGUF file for all files of its model. By what the names stand for: the files
+    of a Hub snapshot are links to elsewhere.
+    """
+    files = [file for path in inputs for file in (path.iterdir() if path.is_dir() else gguf_files(path))]
+    for path in (target, target.with_name(target.name + PART_SUFFIX)):
+        if path.exists() and any(path.samefile(file) for file in files if file.is_file()):
+            what = "is part of the source or another input" if path is target else f"{path.name} is one of its inputs"
+            raise InputError(f"{out}: {what}")

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from m3_convert.checkpoint import Checkpoint
@@ -95,6 +96,7 @@ class Plan:
     warnings: tuple[str, ...]
     importance: ImportanceMatrix | None = None  #: fitted to the tensors
     coverage: Coverage | None = None  #: of `importance`
+    inputs: tuple[Path, ...] = ()  #: files beside the source that the plan was made from
 
     @property
     def data_bytes(self) -> int:

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import TypeAlias
 
-from m3_convert.checkpoint import Checkpoint, load_checkpoint
+from m3_convert.checkpoint import Checkpoint, listed, load_checkpoint
 from m3_convert.gguf_source import GgufSource, load_gguf
 from m3_convert.hub import open_repository
 from m3_convert.hub_shards import load_repository
@@ -22,13 +22,15 @@ def open_source(text: str) -> Source:
     No weights are downloaded. Raises InputError naming what is wrong with it, MachineError if the disk fills up.
     """
     path = Path(text)
-    if not path.exists():
-        if not HUB_ID.fullmatch(text):
+    if not text or not path.exists():
+        if not HUB_ID.fullmatch(text) or path.suffix == ".gguf":
             raise InputError(
                 f"{text}: expected a checkpoint folder, a GGUF file or an id on the Hub (owner/name), found nothing"
             )
         return load_repository(open_repository(text))
     # Folders of GGUF files come with a config.json at times, checkpoints with a split model beside them.
     if path.is_dir() and (any(path.glob("*.safetensors")) or not gguf_files(path)):
+        if not (path / "config.json").exists() and (found := sorted(file.name for file in path.glob("*.gguf"))):
+            raise InputError(f"{path}: expected a checkpoint folder, found GGUF files: name one of {listed(found)}")
         return load_checkpoint(path)
     return load_gguf(path)

@@ -31,6 +31,8 @@ def load_text(path: Path | None) -> Text:
     Raises InputError for a file that cannot be read, or that is not UTF-8 (with the offset of the first bad byte).
     """
     name = BUILT_IN if path is None else str(path)
+    if path is not None and path.is_char_device() and not path.samefile("/dev/null") and path.name != "stdin":
+        raise InputError(f"{name}: expected a text, found a device")
     try:
         raw = files("m3_convert").joinpath("text.txt").read_bytes() if path is None else path.read_bytes()
     except OSError as error:

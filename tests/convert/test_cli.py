@@ -1,6 +1,7 @@
 """The command line of m3-convert: help, usage errors, sources that are no checkpoint folder."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -83,3 +84,71 @@ def test_fallbacks_are_said_aloud(make_folder, m3_convert, small, tmp_path) -> N
     assert outcome.code == 0
     assert "note: 4 tensors fall back, the first: blk.1.ffn_down_exps.weight: F16 instead of Q8_0" in outcome.err
     assert len(outcome.json["notes"]) == 4
+
+
+# ------------------------------------------------------------------------------------------------ outputs over inputs
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    (path := tmp_path / "text.txt").write_text("The code of the tower is seven. " * 40)
+    return path
+
+
+def test_a_source_with_the_name_of_the_part_file_is_kept(make_folder, m3_convert, tmp_path) -> None:
+    assert m3_convert(make_folder(), tmp_path / "a.gguf").code == 0
+    source = (tmp_path / "a.gguf").rename(tmp_path / "out.gguf.part")
+    before = source.read_bytes()
+    outcome = m3_convert(source, tmp_path / "out.gguf", "--type", "q8_0")
+    assert outcome.code == 2 and "out.gguf.part is one of its inputs" in outcome.error
+    assert source.read_bytes() == before and not (tmp_path / "out.gguf").exists()
+
+
+def test_a_recipe_or_matrix_is_not_written_over(make_folder, m3_convert, m3_imatrix, text, tmp_path) -> None:
+    folder = make_folder()
+    assert m3_imatrix(folder, tmp_path / "i.gguf", "--text", text, "--context", 64).code == 0
+    (tmp_path / "r.toml").write_text('[default]\ntype = "q4_0"\n')
+    for option, name in (("--imatrix", "i.gguf"), ("--recipe", "r.toml")):
+        before = (tmp_path / name).read_bytes()
+        outcome = m3_convert(folder, tmp_path / name, option, tmp_path / name)
+        assert outcome.code == 2 and "another input" in outcome.error
+        assert (tmp_path / name).read_bytes() == before
+
+
+def test_reports_and_matrices_do_not_replace_inputs(
+    make_folder, m3_convert, m3_imatrix, m3_check_selection, text, tmp_path
+) -> None:
+    folder = make_folder()
+    assert m3_convert(folder, tmp_path / "sp.gguf", "--split-max-size", "300000").code == 0
+    parts = sorted(tmp_path.glob("sp-*.gguf"))
+    content = {path: path.read_bytes() for path in (*parts, text)}
+    for target in (parts[1], text):
+        outcome = m3_check_selection(parts[0], folder, "--text", text, "--context", 128, "--report", target)
+        assert outcome.code == 2 and "another input" in outcome.error
+        outcome = m3_imatrix(parts[0], target, "--text", text, "--context", 64)
+        assert outcome.code == 2 and "another input" in outcome.error
+    assert all(path.read_bytes() == before for path, before in content.items())
+
+
+def test_a_part_file_of_another_command_is_kept(make_folder, m3_imatrix, m3_check_selection, text, tmp_path) -> None:
+    folder = make_folder()
+    (part := tmp_path / "out.part").write_text("precious")
+    outcome = m3_imatrix(folder, tmp_path / "out", "--text", text, "--context", 64)
+    assert outcome.code == 2 and "out.part: is there already" in outcome.error
+    outcome = m3_check_selection(folder, folder, "--text", text, "--context", 128, "--report", tmp_path / "out")
+    assert outcome.code == 2 and "out.part: is there already" in outcome.error
+    assert part.read_text() == "precious" and not (tmp_path / "out").exists()
+
+
+def test_sources_that_are_nearly_one(m3_convert, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "one.gguf").touch()
+    assert "found GGUF files: name one of one.gguf" in m3_convert(".", "out.gguf").error
+    assert NO_SOURCE in m3_convert("folder/absent.gguf", "out.gguf").error
+    assert m3_convert("", "out.gguf").code == 2
+
+
+def test_a_device_is_no_text(make_folder, m3_imatrix, m3_check_selection, tmp_path) -> None:
+    folder = make_folder()
+    assert "found a device" in m3_imatrix(folder, tmp_path / "out", "--text", "/dev/zero").error
+    assert "found a device" in m3_check_selection(folder, folder, "--text", "/dev/zero").error
