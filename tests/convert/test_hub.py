@@ -183,7 +183,8 @@ def test_what_the_cache_has_stays_there(repository, folder, expected, m3_convert
     huggingface_hub.hf_hub_download(ID, have)
     repository.requests.clear()
     outcome = m3_convert(ID, out, DISCARD, *OPTIONS)
-    assert outcome.code == 0 and out.read_bytes() == expected
+    assert outcome.code == 0, outcome.err
+    assert out.read_bytes() == expected
     assert cached(repository) == {have} and not repository.asked(have)
     n = len(shards(folder))
     assert f"out.gguf: {n - 1} of {n} shards to download" in outcome.err
