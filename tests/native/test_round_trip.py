@@ -59,6 +59,7 @@ ROWS = {
     "one far out": lambda random, n, largest: np.where(np.arange(n) == random.integers(n), 1e4, random.random(n)),
     "few numbers": lambda random, n, largest: random.integers(-16, 17, n) / 2,
     "far from zero": lambda random, n, largest: random.standard_normal(n) + 20 * random.standard_normal(),
+    "about ten": lambda random, n, largest: random.standard_normal(n) + 10,
     "long tails": lambda random, n, largest: random.standard_normal(n) ** 5,
     "zero but for a group": lambda random, n, largest: np.where(np.arange(n) // 16 == 1, random.standard_normal(n), 0),
 }
@@ -100,8 +101,8 @@ def assert_not_worse_than_rounded(type_, rows, values, importance):
     w = np.where(most > 0, w / np.where(most > 0, most, 1), 1)  # columns of equal importance where there is none
     x, got, plain = (a.astype(np.float64).reshape(shape) for a in (rows, values, plainly_rounded(type_, rows)))
     error, rounding, size = ((w * (a - x) ** 2).sum(axis=1) for a in (got, plain, np.zeros_like(x)))
-    # Searches of codebooks go down to a local minimum, which may lie a little above; the others add up in float32.
-    more, share = (1.05, 0.01) if type_ in CODEBOOK else (1 + 1e-5, 1e-6)
+    # Searches of codebooks end in a local minimum, which in single blocks may lie above; the others add up in float32.
+    more, share = (1.05, 0.06) if type_ in CODEBOOK else (1 + 1e-5, 1e-6)
     limit = more * rounding + share * size
     # The searches give every column some importance, and do not tell what is below float16's last places.
     limit += 1e-9 * (x**2).sum(axis=1) + (0 if type_ is TensorType.MXFP4 else 256 * 2.0**-48)
@@ -130,6 +131,23 @@ def test_any_rows(type_):
         assert_same_bytes(quantize_rows(type_, rows[-1:].copy(), importance=importance), data[-1:], rows[-1:])
 
     check()
+
+
+@pytest.mark.parametrize("type_", CODEBOOK, ids=lambda t: t.name)
+@pytest.mark.parametrize("kind", ROWS)
+def test_searches_of_codebooks_are_not_worse_than_rounding_for_any_kind_of_rows(type_, kind):
+    """All blocks together, each relative to its size."""
+    random = np.random.default_rng(2)
+    rows = np.stack([ROWS[kind](random, 256, F16_LARGEST) for _ in range(16)]).astype(np.float32)
+    for weighting in ("equal", "random"):
+        importance = IMPORTANCE[weighting](random, 256).astype(np.float32)
+        values = dequantize_rows(type_, quantize_rows(type_, rows, importance=importance), 256)
+        x = rows.astype(np.float64)
+        error, rounding, size = (
+            (importance * (a - x) ** 2).sum(axis=1) for a in (values, plainly_rounded(type_, rows), np.zeros_like(x))
+        )
+        size = np.maximum(size, 2.0**-40)  # what is so small is zero, or all but zero
+        assert (error / size).sum() <= (rounding / size).sum() + 1e-6
 
 
 @every_type

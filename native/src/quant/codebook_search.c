@@ -147,26 +147,29 @@ static m3_fit group_iq1_m(const m3_grids *grids, m3_values *v, int group, float 
 
 /* Groups, multiples and units are those of blocks.h: f16(d) (0.5 + k) / 4 is the odd multiple 2 k + 1 of f16(d) / 8.
  * The reference is about the inverse root mean square of the codebook's levels. The trials were chosen by measurement:
- * more levels make more dips in the error, and trials below and above these ones found little. */
+ * more levels make more dips in the error, and trials below and above these ones found little. IQ2_XS and IQ2_S need
+ * the bound of 1.4 for values about a constant, where rounding did better with a lower one. */
 #define IQ3_TRIALS 6, {0.75f, 0.86f, 0.98f, 1.12f, 1.28f, 1.46f}
 #define IQ3_XXS_LEVELS 8, {4, 12, 20, 28, 36, 44, 52, 62}
 #define IQ3_S_LEVELS 8, {1, 3, 5, 7, 9, 11, 13, 15}
 #define IQ2_LEVELS 3, {8, 25, 43}
 #define IQ1_LEVELS 2, {1.125f, 0.875f}
 
-static const m3_codebook_type iq3_xxs = {8,         16,         M3_EVEN_SIGNS,  0.25f,
-                                         1 / 31.0f, IQ3_TRIALS, IQ3_XXS_LEVELS, group_iq3_xxs};
-static const m3_codebook_type iq3_s = {8, 16, M3_FREE_SIGNS, 1.0f, 1 / 7.6f, IQ3_TRIALS, IQ3_S_LEVELS, group_iq3_s};
+static const m3_codebook_type iq3_xxs = {8,          16,   M3_EVEN_SIGNS,  0.25f,        1 / 31.0f,
+                                         IQ3_TRIALS, 1.1f, IQ3_XXS_LEVELS, group_iq3_xxs};
+static const m3_codebook_type iq3_s = {8,          16,   M3_FREE_SIGNS, 1.0f,       1 / 7.6f,
+                                       IQ3_TRIALS, 1.1f, IQ3_S_LEVELS,  group_iq3_s};
 static const m3_codebook_type iq2_xxs = {
-    8, 16, M3_EVEN_SIGNS, 0.125f, 1 / 23.0f, 5, {0.7f, 0.82f, 0.95f, 1.1f, 1.3f}, IQ2_LEVELS, group_iq2_xxs};
+    8, 16, M3_EVEN_SIGNS, 0.125f, 1 / 23.0f, 5, {0.7f, 0.82f, 0.95f, 1.1f, 1.3f}, 1.1f, IQ2_LEVELS, group_iq2_xxs};
 static const m3_codebook_type iq2_xs = {
-    16, 16, M3_EVEN_SIGNS, 0.125f, 1 / 24.0f, 6, {0.75f, 0.86f, 0.98f, 1.12f, 1.28f, 1.46f}, IQ2_LEVELS, group_iq2_xs};
+    16,   16,         M3_EVEN_SIGNS, 0.125f, 1 / 24.0f, 6, {0.75f, 0.86f, 0.98f, 1.12f, 1.28f, 1.46f},
+    1.4f, IQ2_LEVELS, group_iq2_xs};
 static const m3_codebook_type iq2_s = {
-    16, 16, M3_FREE_SIGNS, 0.125f, 1 / 24.0f, 4, {0.75f, 0.9f, 1.05f, 1.25f}, IQ2_LEVELS, group_iq2_s};
-static const m3_codebook_type iq1_s = {
-    8, 8, M3_SIGNED_LEVELS, 1.0f, 1 / 0.78f, 3, {0.85f, 1.0f, 1.2f}, IQ1_LEVELS, group_iq1_s};
-static const m3_codebook_type iq1_m = {16,         8,          M3_SIGNED_LEVELS, 1.0f, 1 / 0.78f, 2, {0.9f, 1.13f},
-                                       IQ1_LEVELS, group_iq1_m};
+    16, 16, M3_FREE_SIGNS, 0.125f, 1 / 24.0f, 4, {0.75f, 0.9f, 1.05f, 1.25f}, 1.4f, IQ2_LEVELS, group_iq2_s};
+static const m3_codebook_type iq1_s = {8,    8,          M3_SIGNED_LEVELS, 1.0f, 1 / 0.78f, 3, {0.85f, 1.0f, 1.2f},
+                                       1.1f, IQ1_LEVELS, group_iq1_s};
+static const m3_codebook_type iq1_m = {16,   8,          M3_SIGNED_LEVELS, 1.0f, 1 / 0.78f, 2, {0.9f, 1.13f},
+                                       1.1f, IQ1_LEVELS, group_iq1_m};
 
 static void search_iq3_xxs(const float *x, const float *w, m3_coded_block *out) { m3_fit_block(&iq3_xxs, x, w, out); }
 static void search_iq3_s(const float *x, const float *w, m3_coded_block *out) { m3_fit_block(&iq3_s, x, w, out); }

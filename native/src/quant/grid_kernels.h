@@ -72,7 +72,7 @@ M3_KERNEL float m3_search_halves(const float *absent, const float *first, float 
     unsigned bits = m3_not_above8(m3_load8(first + M3_LANES * k) + m3_splat(least2), m3_splat(best));
     for (; bits; bits &= bits - 1) {
       int i = M3_LANES * k + __builtin_ctz(bits);
-      if (first[i] + least2 >= best) continue;
+      if (i == a || first[i] + least2 >= best) continue;
       float p = m3_least_partner(absent + i * columns, second, rows), sum = first[i] + p;
       if (sum < best) {
         best = sum;

@@ -49,6 +49,7 @@ typedef struct m3_codebook_type {
   float reference; /* over the weighted root mean square of a group: where the trials are made about */
   int trials;
   float trial[M3_TRIALS_MOST]; /* of the reference */
+  float little;                /* magnitudes up to this times their root mean square differ little */
   int levels;                  /* magnitudes that elements of an entry have */
   float level[M3_LEVELS_MOST];
   m3_group_search search;
@@ -184,10 +185,6 @@ static uint16_t m3_choose_d(const m3_codebook_type *type, const m3_values *v, co
 /* The share of a group's weighted squares above which one value alone decides about the scale. */
 #define M3_DECIDING_SHARE 0.35f
 
-/* Of the root mean square of a group: below it no magnitude stands out, as in values about a constant. Without trials
- * for these, rounding did better than the search on some of them (IQ2_XS, IQ2_S). */
-#define M3_EVEN_MAGNITUDES 1.4f
-
 /* Codes of a group at all trial scales; gives the scale of the best ones. */
 static float m3_try_scales(const m3_codebook_type *type, const m3_grids *grids, m3_values *v, int g, m3_fits *fits) {
   int size = M3_SUPERBLOCK / type->groups, n = 0, decides = g * size;
@@ -207,7 +204,7 @@ static float m3_try_scales(const m3_codebook_type *type, const m3_grids *grids, 
   for (int t = 0; t < type->trials; t++) scales[n++] = reference * type->trial[t];
   /* One value that decides, or magnitudes that differ little: scales with which a level meets them, far though they may
    * be from the others. */
-  if (sum > 0 && (greatest_square > M3_DECIDING_SHARE * sum || most < M3_EVEN_MAGNITUDES * rms))
+  if (sum > 0 && (greatest_square > M3_DECIDING_SHARE * sum || most < type->little * rms))
     for (int l = 0; l < type->levels; l++) scales[n++] = fabsf(v->x[decides]) / type->level[l];
   float least = 0, scale = 0;
   m3_group_codes codes;
