@@ -34,10 +34,10 @@ SOURCE_BYTES = 20 * 10**9  #: at least
 SAMPLE_SECONDS = 0.1
 DISK = 43 * 10**9  #: bytes of all files that exist together
 
-# Runs m3-convert under the limit, once it is sure that the limit is one. The last line is the peak in kB.
+# Runs a command under the limit, once it is sure that the limit is one. The last line is the peak in kB.
 LIMITED = """
 import resource, sys
-limit = int(sys.argv.pop(1))
+command, limit = sys.argv.pop(1), int(sys.argv.pop(1))
 resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 try:
     bytearray(limit)
@@ -45,9 +45,9 @@ except MemoryError:
     pass
 else:
     sys.exit("the limit of memory is not enforced here")
-from m3_convert.start import m3_convert
+from m3_convert import start
 try:
-    m3_convert()
+    getattr(start, command)()
 finally:
     status = open("/proc/self/status").read()
     print(status.partition("VmHWM:")[2].split()[0], file=sys.stderr)
@@ -64,14 +64,14 @@ class Peak:
     seconds: float
 
 
-def run(arguments: Sequence[object], limit: int = LIMIT) -> Peak:
-    """m3-convert under the limit. Exits with its message if it fails."""
+def run(arguments: Sequence[object], limit: int = LIMIT, command: str = "m3_convert") -> Peak:
+    """A command (a name of m3_convert.start) under the limit. Exits with its message if it fails."""
     start = time.monotonic()
-    command = [sys.executable, "-c", LIMITED, str(limit), *map(str, arguments)]
+    line = [sys.executable, "-c", LIMITED, command, str(limit), *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     own = threads = 0
     with subprocess.Popen(
-        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        line, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     ) as process:
         try:
             while process.poll() is None:
@@ -85,7 +85,8 @@ def run(arguments: Sequence[object], limit: int = LIMIT) -> Peak:
         assert process.stderr
         text = process.stderr.read()
     if process.returncode:
-        sys.exit(f"{text}m3-convert {' '.join(map(str, arguments))} failed under a limit of {format_bytes(limit)}")
+        shown = f"{command.replace('_', '-')} {' '.join(map(str, arguments))}"
+        sys.exit(f"{text}{shown} failed under a limit of {format_bytes(limit)}")
     return Peak(int(text.split()[-1]) * 1024, own, threads, time.monotonic() - start)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,7 @@ from m3_convert.text_sample import load_text, sample_text
 from m3_convert.token_text import TokenText
 from m3_convert.verdict import Thresholds
 from m3_convert.walk_progress import walk_progress
-from m3_convert.walk_state import WalkState, default_folder, state_folder
+from m3_convert.walk_state import WalkState, default_folder, prepare_folder, state_folder
 from m3_convert.walker import WalkOptions, check_memory
 from m3_runtime import memory
 from m3_runtime.command import one_line
@@ -76,12 +76,21 @@ class Check:
                 raise InputError(f"{option} is about the selection, and --candidate-attention dense selects nothing")
 
 
-def run_check(check: Check) -> CheckReport:
-    """Tells on stderr what it does.
+@contextmanager
+def run_check(check: Check) -> Iterator[CheckReport]:
+    """The result of a check, for a block that writes it out. Tells on stderr what it does.
 
+    The state of an interrupted check is removed when the block is done: if it raises, the same command goes on.
     Raises InputError and NotFiniteError naming what is wrong with models, text or options, NothingTestedError if no
     query has a choice of blocks, MachineError if memory is missing.
     """
+    report, state = _report(check, _states(check))
+    with _resumable(state, report.hparams.n_layer, BaseException):
+        yield report
+    state.remove()
+
+
+def _report(check: Check, states: Path | None) -> tuple[CheckReport, WalkState]:
     start = time.monotonic()
     source = load_text(check.text)
     threads = check.reference_options.threads
@@ -108,11 +117,13 @@ def run_check(check: Check) -> CheckReport:
         )
         estimated = _estimate(runs, len(sample.ids))
         digests = {side.origin.described_by: start_hash(side) for side in (ours, theirs)}
-        result = _walk(runs, np.array(sample.ids, np.int32), check)
+        ids = np.array(sample.ids, np.int32)
+        state = WalkState(None if states is None else state_folder(states, _basis(runs, ids)), note)
+        result = _walk(runs, ids, state, restart=check.restart)
         if not all(digest.done() for digest in digests.values()):
             note("the files are still being read for their hash")
         reference, candidate = (_summary(side, digests[side.origin.described_by].result()) for side in (ours, theirs))
-        return CheckReport(
+        report = CheckReport(
             result=result,
             reference=reference,
             candidate=candidate,
@@ -132,6 +143,7 @@ def run_check(check: Check) -> CheckReport:
             peak_bytes=memory.peak_resident_bytes(),
             seconds=time.monotonic() - start,
         )
+    return report, state
 
 
 def _summary(side: LayeredModel, sha256: str) -> SideSummary:
@@ -193,47 +205,63 @@ def _estimate(runs: CheckRuns, n_tokens: int) -> int:
 # ------------------------------------------------------------------------------------------------ the walk
 
 
-def _walk(runs: CheckRuns, ids: npt.NDArray[np.int32], check: Check) -> CheckResult:
-    state = WalkState(_state_folder(runs, ids, check), note)
+def _walk(runs: CheckRuns, ids: npt.NDArray[np.int32], state: WalkState, *, restart: bool) -> CheckResult:
     n_layer = runs.hparams.n_layer
-    if check.restart:
+    if restart:
         state.remove()
     state.load()
     if state.layer:
         note(f"going on after layer {state.layer} of {n_layer}, where an earlier run was (--restart starts anew)")
     stages = runs.stages(len(ids))
     done = sum(work for _, work in stages[: state.layer])
-    with _resumable(state, n_layer), walk_progress(NAME, stages, sys.stderr, done) as advance:
-        result = walk(runs, ids, state, advance)
-    state.remove()
-    return result
+    stopped = _resumable(state, n_layer, KeyboardInterrupt, SystemExit)
+    with stopped, walk_progress(NAME, stages, sys.stderr, done) as advance:
+        return walk(runs, ids, state, advance)
 
 
 @contextmanager
-def _resumable(state: WalkState, n_layer: int) -> Iterator[None]:
-    """Says of an interrupted walk where it goes on."""
+def _resumable(state: WalkState, n_layer: int, *errors: type[BaseException]) -> Iterator[None]:
+    """Says where a check goes on that ends with one of these errors."""
     try:
         yield
-    except (KeyboardInterrupt, SystemExit):
+    except errors:
         if state.layer:
             note(f"the same command goes on after layer {state.layer} of {n_layer}; the state is in {state.folder}")
         raise
 
 
-def _state_folder(runs: CheckRuns, ids: npt.NDArray[np.int32], check: Check) -> Path | None:
+def _states(check: Check) -> Path | None:
+    """The folder that holds those of the checks, None if there is none.
+
+    Raises InputError for a --state in which nothing can be written: a check may take hours until it would notice.
+    """
     try:
         parent = check.state or default_folder()
     except RuntimeError:  # from pathlib: nobody knows a home directory
         note("note: there is no home directory, so that an interrupted check starts anew; --state names a folder")
         return None
+    try:
+        prepare_folder(parent)
+    except OSError as error:
+        if check.state is not None:
+            raise InputError(f"--state {parent}: nothing can be written there: {error.strerror}") from error
+        note(
+            f"note: {parent}: nothing can be written there ({error.strerror}), so that an interrupted check starts "
+            "anew; --state names another folder"
+        )
+        return None
+    return parent
+
+
+def _basis(runs: CheckRuns, ids: npt.NDArray[np.int32]) -> dict[str, Any]:
+    """What a check depends on, values of JSON."""
     options = [asdict(runs.reference_options), asdict(runs.candidate_options)]
     for side in options:
         del side["threads"]  # change nothing
-    basis = {
+    return {
         "program": [version(), library_hash(), runs.reference.model.isa_name],
         "sides": [dict(side.origin.identity) for side in (runs.reference, runs.candidate)],
         "ids": hashlib.sha256(ids.tobytes()).hexdigest(),
         "options": options,
         "runs": [runs.logits, runs.isolated, [model.group for model in runs.groups]],
     }
-    return state_folder(parent, basis)

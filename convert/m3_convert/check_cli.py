@@ -1,6 +1,7 @@
 """The command m3-check-selection."""
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -17,6 +18,7 @@ from m3_convert.walker import WalkOptions
 from m3_runtime.command import abandon_stdout, guarded, new_app, run
 from m3_runtime.engine import ATTENTIONS, CACHE_TYPES, ISAS
 from m3_runtime.errors import InputError
+from m3_runtime.thread_option import Threads
 
 app = new_app()
 
@@ -137,7 +139,7 @@ def check_command(
         bool, typer.Option("--restart", help="Start anew, whatever an interrupted run of the same check left.")
     ] = False,
     isa: Annotated[str, typer.Option("--isa", metavar="ISA", help=f"CPU kernels: {', '.join(ISAS)}.")] = "auto",
-    threads: Annotated[int, typer.Option("--threads", min=0, help="0 takes all cores.")] = 0,
+    threads: Threads = 0,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the report as JSON, with the numbers by head.")
     ] = False,
@@ -172,30 +174,33 @@ def check_command(
     page = None
     if report is not None:
         page = check_output(report, "the report", [reference, candidate, *([text] if text else [])])
-    finished = run_check(check)
-    note(f"done in {format_seconds(finished.seconds)}, peak memory {format_bytes(finished.peak_bytes)}")
-    content = report_json(finished)
-    try:
-        if as_json:
-            print(json.dumps(content, indent=2, allow_nan=False))
-        else:
-            print_report(content, sys.stdout)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        abandon_stdout()  # whoever read the report left; the verdict stands
-    if page is not None:  # after the numbers, which a full disk shall not take along
-        from m3_convert.page import write_page  # the template engine is needed here alone
+    with run_check(check) as finished:
+        note(f"done in {format_seconds(finished.seconds)}, peak memory {format_bytes(finished.peak_bytes)}")
+        content = report_json(finished)
+        try:
+            if as_json:
+                print(json.dumps(content, indent=2, allow_nan=False))
+            else:
+                print_report(content, sys.stdout)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            abandon_stdout()  # whoever read the report left; the verdict stands
+        if page is not None:  # after the numbers, which a full disk shall not take along
+            from m3_convert.page import write_page  # the template engine is needed here alone
 
-        write_page(content, page)
+            write_page(content, page)
     if finished.verdict.shortfalls:
         note(finished.verdict.shortfall)
     return finished.verdict.exit_code
 
 
 def _threshold(option: str, value: float | None, most: float | None) -> float | None:
-    if value is not None and not 0 <= value <= (float("inf") if most is None else most):  # NaN is neither
-        raise InputError(f"{option} is {value}, expected {'0 or more' if most is None else f'0 to {most:g}'}")
-    return value
+    if value is None:
+        return None
+    if not (0 <= value < math.inf and (most is None or value <= most)):  # NaN is neither
+        expected = "a number of 0 or more" if most is None else f"0 to {most:g}"
+        raise InputError(f"{option} is {value:g}, expected {expected}")
+    return value + 0.0  # no -0
 
 
 def _choice(option: str, value: str, known: tuple[str, ...]) -> str:

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -13,16 +13,18 @@ from m3_convert.disk_room import fits
 from m3_convert.execute import Result, check_output, convert, free_bytes, output_room
 from m3_convert.gguf_file import OutputFile, check_header, header_bytes
 from m3_convert.imatrix import ImportanceMatrix
-from m3_convert.metadata import plan_metadata
+from m3_convert.metadata import plan_metadata, template_notes
 from m3_convert.plan import Plan, plan_conversion, tensor_json
-from m3_convert.precision import choose
+from m3_convert.precision import choose, stored_as
 from m3_convert.progress import format_bytes, format_seconds
 from m3_convert.shard_order import ShardOrder
 from m3_convert.source import open_source
 from m3_convert.split import output_files, parse_size
+from m3_convert.stored_name import stored_name
 from m3_convert.supply import Supply, check_discardable
 from m3_runtime.command import guarded, new_app, run
 from m3_runtime.errors import InputError
+from m3_runtime.thread_option import Threads
 
 NAME = "m3-convert"
 
@@ -31,7 +33,8 @@ app = new_app()
 
 @app.command(
     help="Converts a MiniMax-M3 checkpoint, or a GGUF file of one, to GGUF.",
-    epilog="Exit codes: 0 done; 2 the source or the arguments are wrong; 4 disk or memory is missing; 130 interrupted.",
+    epilog="Exit codes: 0 done; 1 a target was not reached; 2 the source or the arguments are wrong; 3 --text is too "
+    "short to measure with; 4 disk or memory is missing; 130 interrupted.",
 )
 @guarded
 def convert_command(
@@ -99,7 +102,8 @@ def convert_command(
         bool,
         typer.Option(
             "--allow-requantize",
-            help="Let tensors of a GGUF source that are below Q8_0 be rounded a second time; the file says so.",
+            help="Let tensors of a GGUF source that are below Q8_0, or were by what it says, be rounded a second time; "
+            "the file says so.",
         ),
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")] = False,
@@ -129,9 +133,50 @@ def convert_command(
             "fit on the disk. Without it shards go to the Hub's cache and stay; what is there already stays anyway.",
         ),
     ] = False,
-    threads: Annotated[int, typer.Option("--threads", min=0, help="Threads for quantization; 0 takes all cores.")] = 0,
+    target_overlap: Annotated[
+        float | None,
+        typer.Option(
+            "--target-overlap",
+            metavar="X",
+            help="Raise the precision of tensors above that of --type or --recipe, as cheaply as possible, until every "
+            "layer and index head has a mean overlap of at least X, 0 to 1, with the source over --text (see "
+            "m3-check-selection --min-overlap). Writes the recipe that was found beside the file. Exit code 1 if X "
+            "cannot be reached.",
+        ),
+    ] = None,
+    max_size: Annotated[
+        str | None,
+        typer.Option(
+            "--max-size",
+            metavar="N[M|G]",
+            help="Choose the type of each tensor so that the KL divergence from the source over --text is smallest "
+            "in a file of at most this size. Without --type the search begins with the largest recipe that fits.",
+        ),
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option("--text", metavar="FILE", help="Text for --target-overlap and --max-size, UTF-8."),
+    ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option("--context", metavar="N", min=1, help="Tokens of --text that checks read, 8192 by default."),
+    ] = None,
+    accept_best: Annotated[
+        bool,
+        typer.Option("--accept-best", help="Write the best file that was found if --target-overlap is not reached."),
+    ] = False,
+    state: Annotated[
+        Path | None,
+        typer.Option(
+            "--state",
+            metavar="DIR",
+            help="Where a search keeps what it has measured, for the same command after an interruption and for other "
+            "targets. Default: m3-gguf/check in $XDG_CACHE_HOME or ~/.cache.",
+        ),
+    ] = None,
+    threads: Threads = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan or the result as JSON.")] = False,
-) -> None:
+) -> int | None:
     if out is None and not dry_run and explain is None:
         raise InputError("OUT.gguf is missing (it may be left out with --dry-run or --explain)")
     max_bytes = None if split_max_size is None else parse_size(split_max_size)
@@ -141,6 +186,52 @@ def convert_command(
         allow_lossy_indexer=allow_lossy_indexer,
         allow_requantize=allow_requantize,
     )
+    searching = target_overlap is not None or max_size is not None
+    _check_together(
+        searching,
+        {
+            "--dry-run": dry_run,
+            "--explain": explain is not None,
+            "--split-max-size": split_max_size is not None,
+            "--discard-source": discard_source,
+            "--strict": strict,
+        },
+        {
+            "--text": text is not None,
+            "--context": context is not None,
+            "--state": state is not None,
+            "--accept-best": accept_best,
+        },
+    )
+    if searching:
+        # Only here, since these import all that a check needs.
+        from m3_convert.target_cli import TargetRequest, parse_overlap, search_target
+        from m3_convert.target_search import Target
+
+        if target_overlap is not None and max_size is not None:
+            raise InputError("--target-overlap and --max-size: expected one of the two")
+        if text is None:
+            option = "--max-size" if target_overlap is None else "--target-overlap"
+            raise InputError(f"{option} needs --text FILE, a text that the model is measured with")
+        assert out is not None
+        size = None if max_size is None else parse_size(max_size, "--max-size")
+        return search_target(
+            TargetRequest(
+                source=source,
+                out=out,
+                target=Target(parse_overlap(target_overlap), size),
+                base=choice,
+                text=text,
+                recipe=recipe,
+                imatrix=imatrix,
+                context=context,
+                state=state,
+                accept_best=accept_best,
+                restart=restart,
+                threads=threads,
+                as_json=as_json,
+            )
+        )
     opened = open_source(source)
     if discard_source:
         check_discardable(opened.shards)
@@ -148,16 +239,18 @@ def convert_command(
     plan = replace(plan, inputs=tuple(path for path in (recipe, imatrix) if path is not None))
     if explain is not None:
         _print_explanation(plan, explain, as_json)
-        return
+        return None
     if imatrix is not None:
+        stored_name(imatrix, "importance matrix")
         plan = plan.with_importance(ImportanceMatrix.load(imatrix))
     plan.check_importance()
     metadata, metadata_notes = plan_metadata(plan)
+    plan = replace(plan, warnings=(*plan.warnings, *metadata_notes, *template_notes(metadata)))
     whole = OutputFile(out or Path("out.gguf"), header_bytes(plan, metadata), plan.tensors)
     check_header(whole.header, str(out or source))
     files = output_files(plan, metadata, whole, max_bytes)
     notes = plan.coverage.notes() if plan.coverage else ()
-    for warning in (*plan.warnings, *metadata_notes, *_fallback_warnings(plan), *notes):
+    for warning in (*plan.warnings, *_fallback_warnings(plan), *notes):
         print(f"{NAME}: note: {warning}", file=sys.stderr)
     if out is not None:
         check_output(plan, out)
@@ -166,13 +259,27 @@ def convert_command(
         target = files[0].path if out is None else check_output(plan, out)
         supply = Supply(opened.shards, ShardOrder.of(files), target, discard=discard_source)
         _print_plan(plan, files, supply, out is not None, as_json)
-        return
+        return None
     assert out is not None
     needed, free = format_bytes(_total(files)), format_bytes(free_bytes([file.path for file in files]))
     into = f" in {len(files)} files" if len(files) > 1 else ""
     print(f"{NAME}: {needed} to write{into}, {free} free", file=sys.stderr)
     result = convert(plan, files, out, threads, restart=restart, discard_source=discard_source)
     _print_result(plan, result, as_json)
+    return None
+
+
+def _check_together(searching: bool, not_with_search: Mapping[str, bool], for_search: Mapping[str, bool]) -> None:
+    """Raises InputError for options, by name with whether they were given, that are not for what is to be done."""
+    for option, given in (not_with_search if searching else for_search).items():
+        if given and not searching:
+            raise InputError(f"{option} is for --target-overlap and --max-size, of which neither is given")
+        if given:
+            then = {
+                "--split-max-size": ": divide the file afterwards, m3-convert takes it as a source",
+                "--explain": ": ask afterwards, with the recipe that was written",
+            }.get(option, "")
+            raise InputError(f"{option} does not go with --target-overlap and --max-size{then}")
 
 
 def _total(files: Sequence[OutputFile]) -> int:
@@ -191,7 +298,8 @@ def _print_explanation(plan: Plan, name: str, as_json: bool) -> None:
         return
     note = f"; {tensor.note}" if tensor.note else ""
     print(f"{tensor.name}: {tensor.type.name} by {tensor.reason}{note}")
-    print(f"  from {tensor.source} ({tensor.source_type}){', + 1 in float32' if tensor.plus_one else ''}")
+    source_type = stored_as(tensor.source_type, tensor.origin)
+    print(f"  from {tensor.source} ({source_type}){', + 1 in float32' if tensor.plus_one else ''}")
 
 
 def _print_plan(plan: Plan, files: Sequence[OutputFile], supply: Supply, placed: bool, as_json: bool) -> None:
@@ -238,6 +346,7 @@ def _print_result(plan: Plan, result: Result, as_json: bool) -> None:
             "tensors": len(plan.tensors),
             "bytes_by_type": plan.bytes_by_type(),
             "left_out": len(plan.left_out),
+            "warnings": list(plan.warnings),
             "notes": {t.name: t.note for t in plan.tensors if t.note},
             "importance": plan.coverage.as_json() if plan.coverage else None,
             "resumed_bytes": result.resumed,

@@ -14,15 +14,16 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from m3_convert.decode import SourceLostError
 from m3_convert.disk_room import Room, check_rooms
 from m3_convert.encode import Encoder
 from m3_convert.gguf_file import OutputFile
-from m3_convert.journal import JOURNAL_SUFFIX, Basis, Journal, basis_of
+from m3_convert.journal import JOURNAL_SUFFIX, Journal, basis_of
 from m3_convert.output_file import check_apart
-from m3_convert.part_file import DamagedError, PartFile, part_path
+from m3_convert.part_file import DamagedError, PartFile, check_parts, part_path
 from m3_convert.plan import Plan
 from m3_convert.progress import format_bytes, progress
 from m3_convert.shard_order import ReleasePoints, ShardOrder
@@ -90,7 +91,8 @@ def convert(
     threads: for quantization, 0 takes all cores. restart: what an earlier call left is given up. discard_source: shards
     on the Hub are kept only while they are needed.
     Raises InputError for types that need an importance matrix, broken values in the source (see `Encoder.slabs`), an
-    output that cannot be written, and what an earlier call left if it does not belong to this one;
+    output that cannot be written, what an earlier call left if it does not belong to this one, and other files in the
+    way of part files and journal;
     MachineError if the disk is or gets full.
     """
     start = time.monotonic()
@@ -100,7 +102,7 @@ def convert(
     target = check_output(plan, out)
     files = [replace(file, path=check_output(plan, file.path)) for file in files]
     n_bytes = sum(file.n_bytes for file in files)
-    with _journal(target, basis_of(plan, files), restart=restart) as journal:
+    with _journal(target, plan, files, restart=restart) as journal:
         resumed = journal.done
         order = ShardOrder.of(files).after(resumed)
         supply = Supply(plan.source.shards, order, target, discard=discard_source)
@@ -115,7 +117,7 @@ def convert(
             _write(plan, files, journal, supply, threads)
             _give_names(files, named=resumed == n_bytes)
         _say(*supply.remove())
-        journal.discard()
+        journal.finish()
     return Result([file.path for file in files], n_bytes, time.monotonic() - start, resumed)
 
 
@@ -125,10 +127,10 @@ def _say(*lines: str) -> None:
             print(line, file=sys.stderr, flush=True)
 
 
-def _journal(target: Path, basis: Basis, *, restart: bool) -> Journal:
+def _journal(target: Path, plan: Plan, files: Sequence[OutputFile], *, restart: bool) -> Journal:
     path = target.with_name(target.name + JOURNAL_SUFFIX)
     try:
-        return Journal(path, basis, restart=restart)
+        return Journal(path, basis_of(plan, files), restart=restart, check_parts=partial(check_parts, files))
     except OSError as error:
         raise _write_error(path, error, kept=False) from error
 
@@ -154,9 +156,7 @@ def _keeping(journal: Journal, files: Sequence[OutputFile], supply: Supply) -> I
                 "--restart from the beginning"
             )
         else:
-            journal.discard()
-            for file in files:
-                part_path(file.path).unlink(missing_ok=True)
+            journal.give_up()
         _say(*(supply.remove() if final else supply.kept()))
         if isinstance(error, OSError):
             raise _write_error(part, error, kept=kept) from error

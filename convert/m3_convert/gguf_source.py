@@ -5,16 +5,21 @@ Tensors keep their names and shapes, metadata is carried over. Norms hold 1 + w 
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from gguf import GGUFValueType
 from gguf.gguf_writer import GGUFValue
 
 from m3_convert.checkpoint import SourceTensor
+from m3_convert.precision import FULL_DTYPES
 from m3_convert.shards import LocalShards, Shards
 from m3_convert.tensor_map import MappedTensor, SourceMatrix, TensorSpec
 from m3_runtime.engine import GGUF, Model
-from m3_runtime.gguf_reader import Tensor
-from m3_runtime.quantize import type_name
+from m3_runtime.errors import InputError
+from m3_runtime.gguf_reader import Tensor, is_split_key
+from m3_runtime.quantize import TensorType, type_name
+
+DEQUANTIZED: Final = "m3.dequantized"  #: key: which tensors hold values of a type below Q8_0 in a larger one
 
 
 @dataclass(frozen=True)
@@ -38,12 +43,30 @@ def load_gguf(path: Path) -> GgufSource:
         with Model.from_header(gguf.header(), str(path), device="cpu"):
             pass  # architecture, dimensions, and that each tensor is there with its shape
         files = tuple(Path(file) for file in gguf.files)
-        mapped = tuple(_mapped(tensor, files[tensor.file]) for tensor in gguf.tensors)
+        origins = _origins(gguf)
+        mapped = tuple(_mapped(t, files[t.file], origins.get(t.name, "")) for t in gguf.tensors)
         metadata, warnings = _metadata(gguf)
     return GgufSource(path, files, mapped, metadata, tuple(warnings))
 
 
-def _mapped(tensor: Tensor, file: Path) -> MappedTensor:
+def _origins(gguf: GGUF) -> dict[str, str]:
+    """What DEQUANTIZED says, by tensor."""
+    entries = gguf.metadata.get(DEQUANTIZED, [])
+    if not isinstance(entries, list):
+        raise InputError(f"{gguf.name}: {DEQUANTIZED}: expected a list of TENSOR=TYPE, found {entries!r}")
+    names, types = {t.name for t in gguf.tensors}, {t.name for t in TensorType if t.name not in FULL_DTYPES}
+    origins = {}
+    for entry in entries:
+        name, _, origin = str(entry).rpartition("=")
+        if name not in names or origin not in types:
+            raise InputError(
+                f"{gguf.name}: {DEQUANTIZED}: expected a tensor of the file and a type below Q8_0, found {entry!r}"
+            )
+        origins[name] = origin
+    return origins
+
+
+def _mapped(tensor: Tensor, file: Path, origin: str) -> MappedTensor:
     shape = tensor.ne[::-1]
     n = shape[0] if len(shape) == 3 else 1
     n_bytes = tensor.n_bytes // n
@@ -60,14 +83,14 @@ def _mapped(tensor: Tensor, file: Path) -> MappedTensor:
         )
         for i in range(n)
     )
-    return MappedTensor(TensorSpec(tensor.name, shape, (tensor.name,) * n), matrices)
+    return MappedTensor(TensorSpec(tensor.name, shape, (tensor.name,) * n), matrices, origin)
 
 
 def _metadata(gguf: GGUF) -> tuple[dict[str, GGUFValue], list[str]]:
     kept, warnings = {}, []
     for key, value in gguf.metadata.items():
         # How this file is split and padded says nothing of the next one.
-        if key.startswith("split.") or key == "general.alignment":
+        if is_split_key(key) or key == "general.alignment":
             continue
         kind, element = gguf.metadata.types(key)
         if kind != GGUFValueType.ARRAY:

@@ -1,5 +1,7 @@
 """Shards on the Hub: planned from their headers, and downloaded into the Hub's cache, each when it is needed."""
 
+import hashlib
+import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -67,6 +69,11 @@ class HubShards:
     def identity(self, shard: Path) -> list[int | str]:
         file = self.file(shard)
         return [file.size, file.digest]
+
+    def content(self, tensors: Sequence[SourceTensor]) -> str:
+        """Of the digests of the shards, which the Hub tells: not what a copy on this machine gives."""
+        digests = {tensor.shard.name: self.file(tensor.shard).digest for tensor in tensors}
+        return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
 
     def size(self, shard: Path) -> int:
         return self.file(shard).size

@@ -23,6 +23,7 @@ from m3_convert.imatrix_collect import (
 from m3_convert.layered_model import LayeredModel, open_layered
 from m3_convert.output_file import check_output
 from m3_convert.progress import format_bytes, format_seconds
+from m3_convert.stored_name import stored_name
 from m3_convert.text_sample import TextSample, load_text, sample_text
 from m3_convert.walk_progress import layer_stages, walk_progress
 from m3_convert.walker import WalkOptions, check_memory
@@ -32,6 +33,7 @@ from m3_runtime.engine import CACHE_TYPES, ISAS
 from m3_runtime.errors import InputError
 from m3_runtime.native import version
 from m3_runtime.text import ChatTokenizer
+from m3_runtime.thread_option import Threads
 
 NAME = "m3-imatrix"
 _LISTED = 12  #: experts that are named in the report for people
@@ -97,12 +99,13 @@ def imatrix_command(
         str, typer.Option("--index-type", metavar="TYPE", help="Index keys, one of the same types.")
     ] = "f32",
     isa: Annotated[str, typer.Option("--isa", metavar="ISA", help=f"CPU kernels: {', '.join(ISAS)}.")] = "auto",
-    threads: Annotated[int, typer.Option("--threads", min=0, help="0 takes all cores.")] = 0,
+    threads: Threads = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     start = time.monotonic()
     options = WalkOptions(_cache_type("--kv-type", kv_type), _cache_type("--index-type", index_type), threads)
     target = check_output(out, "the importance matrix", [source, text])
+    text_name = stored_name(text, "text")
     content = load_text(text)
     with open_layered(source, isa=isa, threads=threads) as model:
         for note in model.notes:
@@ -112,12 +115,14 @@ def imatrix_command(
         sample = sample_text(content, _tokenizer(model), n * chunks if chunks else max(content.n_bytes, 1))
         if not sample.ids:
             raise InputError(f"{text}: the text is empty")
+        if len(sample.ids) == 1:
+            _note("note: the text is one token: what it tells is of no use for quantization, which needs thousands")
         estimated = _estimate(model, len(sample.ids), n, options)
         stages = layer_stages(model.hparams.n_layer, work(model, len(sample.ids)))
         with walk_progress(NAME, stages, sys.stderr) as advance:
             entries = collect(model, np.array(sample.ids, np.int32), n, options, advance)
         n_chunks = -(-len(sample.ids) // n)
-        matrix = ImportanceMatrix(str(out), entries, (text.name,), n_chunks, n)
+        matrix = ImportanceMatrix(str(out), entries, (text_name,), n_chunks, n)
         report = ImatrixReport(
             out=out,
             n_bytes=matrix.save(target),

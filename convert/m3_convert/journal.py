@@ -10,7 +10,7 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +25,8 @@ from m3_runtime.native import LIBRARY_FOLDER, version
 PART_SUFFIX: Final = ".part"
 JOURNAL_SUFFIX: Final = ".journal"
 MAX_BYTES: Final = 1 << 24  #: of a journal: a line for each quarter of a GiB stays far below
+
+_BEGINNING: Final = b'{"program": '  # of every journal, whatever its version
 
 
 @dataclass(frozen=True)
@@ -85,25 +87,35 @@ class Journal:
     done: bytes of the output that are on the disk.
     """
 
-    def __init__(self, path: Path, basis: Basis, *, restart: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        basis: Basis,
+        *,
+        restart: bool = False,
+        check_parts: Callable[[Collection[str]], None] = lambda _: None,
+    ) -> None:
         """Opens the journal at `path`, or makes it. restart: what is there is given up, its part files included.
 
-        Raises InputError if another process holds it, and if it belongs to another conversion: the message names what
-        has changed.
+        check_parts: is given the names of the files whose part files an earlier run began, before anything is changed;
+        it raises if another part file is in the way. Raises InputError if another process holds the journal, if it is
+        another kind of file, and if it belongs to another conversion: the message names what has changed.
         """
         self.path = path
+        self._files = tuple(basis.files)
         # Not truncated before it is locked: it may be the work of another process in progress.
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
             self._lock()
             stored, self.done, end = self._read(lenient=restart)
-            if stored is None or restart:
-                self._begin(basis, stored.files if stored else ())
-            elif changes := basis.changes(stored):
+            if stored is not None and not restart and (changes := basis.changes(stored)):
                 raise InputError(
                     f"{path}: the unfinished conversion cannot be resumed: changed since it began: "
                     f"{'; '.join(changes)}. --restart starts anew"
                 )
+            self._check_parts(check_parts, stored)
+            if stored is None or restart:
+                self._begin(basis, stored.files if stored else ())
             else:
                 os.ftruncate(self._file, end)
                 os.lseek(self._file, end, os.SEEK_SET)
@@ -116,8 +128,15 @@ class Journal:
         self._append(f"{done}\n".encode())
         self.done = done
 
-    def discard(self) -> None:
-        """Removes the journal: what was written cannot be gone on with."""
+    def finish(self) -> None:
+        """Removes the journal: the files have their names."""
+        self.path.unlink(missing_ok=True)
+
+    def give_up(self) -> None:
+        """Removes the part files, then the journal: what was written cannot be gone on with."""
+        with contextlib.suppress(OSError):  # a disk that fails is why this is called, at times
+            self._forget_records()
+        self._remove_parts(self._files)
         self.path.unlink(missing_ok=True)
         self.done = 0
 
@@ -140,12 +159,22 @@ class Journal:
         except _LockedError as error:
             raise InputError(f"{self.path}: another process is writing it") from error
 
+    def _check_parts(self, check: Callable[[Collection[str]], None], stored: Basis | None) -> None:
+        try:
+            check(stored.files if stored else ())
+        except BaseException:
+            if os.fstat(self._file).st_size == 0:  # made above, or left before it said anything
+                self.path.unlink(missing_ok=True)
+            raise
+
     def _read(self, *, lenient: bool) -> tuple[Basis | None, int, int]:
         """Basis, bytes done and where the last whole line ends; None if the journal was not even begun.
 
-        lenient: as good as empty if it cannot be read.
+        lenient: as good as empty if it is a journal that cannot be read.
         """
         content = os.pread(self._file, MAX_BYTES, 0)
+        if content[: len(_BEGINNING)] != _BEGINNING[: len(content)]:
+            raise InputError(f"{self.path}: is there already and no journal of m3-convert; remove it or rename it")
         whole = content[: content.rfind(b"\n") + 1]
         lines = whole.splitlines()
         if not lines:
@@ -164,16 +193,26 @@ class Journal:
             ) from error
         return stored, numbers[-1] if numbers else 0, len(whole)
 
-    def _begin(self, basis: Basis, old_files: Iterable[str]) -> None:
-        # The record goes before the data: a journal that says more than there is would be believed.
-        os.lseek(self._file, 0, os.SEEK_SET)
+    def _begin(self, basis: Basis, old_files: Collection[str]) -> None:
         if os.fstat(self._file).st_size:
+            self._forget_records()
+            self._remove_parts(old_files)
             os.ftruncate(self._file, 0)
             os.fsync(self._file)
+        os.lseek(self._file, 0, os.SEEK_SET)
         self.done = 0
-        for name in old_files:
-            self.path.with_name(name + PART_SUFFIX).unlink(missing_ok=True)
         self._append(json.dumps(asdict(basis)).encode() + b"\n")
+
+    def _forget_records(self) -> None:
+        """All but the first line goes before the data does: a journal that says more than there is would be believed.
+        The first line stays as long as there are part files: without it they would be taken for those of others."""
+        first = os.pread(self._file, MAX_BYTES, 0).find(b"\n") + 1
+        os.ftruncate(self._file, first)
+        os.fsync(self._file)
+
+    def _remove_parts(self, files: Collection[str]) -> None:
+        for name in files:
+            self.path.with_name(name + PART_SUFFIX).unlink(missing_ok=True)
 
     def _append(self, line: bytes) -> None:
         view = memoryview(line)

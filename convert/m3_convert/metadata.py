@@ -6,6 +6,9 @@ Those of a GGUF file that is converted once more are carried over, but for the o
     m3.rules                                      each --rule as PATTERN=TYPE, in order; they go before the recipe
     m3.indexer_lossy                              true: index projections were rounded under --allow-lossy-indexer
     m3.requantized                                true: tensors were rounded twice under --allow-requantize
+    m3.dequantized                                TENSOR=TYPE for each that holds values of a type below Q8_0 in F32,
+                                                  F16, BF16 or Q8_0: a later conversion treats it as if it had that type
+    m3.split.id                                   in each of several files: see `split`
 """
 
 import dataclasses
@@ -22,9 +25,9 @@ from gguf.gguf_writer import GGUFValue
 
 from m3_convert.checkpoint import Checkpoint
 from m3_convert.config import ModelConfig
-from m3_convert.gguf_source import GgufSource
+from m3_convert.gguf_source import DEQUANTIZED, GgufSource
 from m3_convert.json_file import read_object
-from m3_convert.plan import Plan
+from m3_convert.plan import LOSSY_INDEXER, REQUANTIZED, Plan
 from m3_convert.vocabulary import Vocabulary, load_vocabulary
 from m3_runtime.errors import InputError
 
@@ -37,13 +40,16 @@ U32, F32, BOOL = GGUFValueType.UINT32, GGUFValueType.FLOAT32, GGUFValueType.BOOL
 Metadata = Mapping[str, GGUFValue]
 
 
-# What a conversion decides anew.
+# What a conversion decides anew; the plan knows what the source says of losses.
 _CHOICE_KEYS: Final = frozenset(
     (
         "m3.recipe_name",
         "m3.recipe",
         "m3.recipe_sha256",
         "m3.rules",
+        LOSSY_INDEXER,
+        REQUANTIZED,
+        DEQUANTIZED,
         "quantize.imatrix.file",
         "quantize.imatrix.dataset",
         "quantize.imatrix.entries_count",
@@ -61,10 +67,18 @@ def plan_metadata(plan: Plan) -> tuple[Metadata, tuple[str, ...]]:
     return build_metadata(plan, plan.source, vocabulary), vocabulary.warnings
 
 
+def template_notes(metadata: Metadata) -> tuple[str, ...]:
+    """What there is to say of a file without a chat template."""
+    if gguf.Keys.Tokenizer.CHAT_TEMPLATE in metadata:
+        return ()
+    return ("the source has no chat template, and the file will have none: m3-run takes it with --raw only",)
+
+
 def carried_metadata(plan: Plan, source: GgufSource) -> Metadata:
     """The keys of a GGUF file, with those that tell of its types made anew if any of them changes."""
     if plan.as_it_was:
-        return MappingProxyType(source.metadata)
+        lossy = {LOSSY_INDEXER: GGUFValue(True, BOOL)} if plan.lossy_indexer else {}
+        return MappingProxyType({**source.metadata, **lossy})
     writer = GGUFWriter(None, ARCHITECTURE)
     for key, value in source.metadata.items():
         if key not in _CHOICE_KEYS:
@@ -172,9 +186,11 @@ def _add_choice(writer: GGUFWriter, plan: Plan) -> None:
     if plan.choice.rules:
         writer.add_array("m3.rules", [str(rule) for rule in plan.choice.rules])
     if plan.lossy_indexer:
-        writer.add_bool("m3.indexer_lossy", True)
+        writer.add_bool(LOSSY_INDEXER, True)
     if plan.requantized:
-        writer.add_bool("m3.requantized", True)
+        writer.add_bool(REQUANTIZED, True)
+    if plan.dequantized:
+        writer.add_array(DEQUANTIZED, [f"{name}={type_}" for name, type_ in plan.dequantized.items()])
     if (matrix := plan.importance) is not None:  # keys of llama.cpp
         writer.add_string("quantize.imatrix.file", Path(matrix.name).name)
         writer.add_string("quantize.imatrix.dataset", ", ".join(matrix.datasets))

@@ -34,12 +34,14 @@ class MixedWeights:
 class MixedModel(LayeredModel):
     """The candidate but for one group, which has the reference's values and types. Both must stay open.
 
-    group: of TENSOR_GROUPS. Messages name the candidate.
+    group: of TENSOR_GROUPS, or a name for `tensors`. Messages name the candidate.
     """
 
-    def __init__(self, candidate: LayeredModel, reference: LayeredModel, group: str) -> None:
+    def __init__(
+        self, candidate: LayeredModel, reference: LayeredModel, group: str, tensors: frozenset[str] | None = None
+    ) -> None:
         ours = {t.name: t for t in reference.model.gguf.tensors}
-        restored = frozenset(group_tensors(candidate, group))
+        restored = frozenset(group_tensors(candidate, group)) if tensors is None else tensors
         header = candidate.model.gguf.header({name: ours[name].type for name in restored})
         model = Model.from_header(header, candidate.name, isa=candidate.model.isa_name)
         weights = MixedWeights(candidate, reference, restored)

@@ -1,7 +1,7 @@
 """OUT.gguf.part: a file on its way, written from where the journal says that it ends."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -24,6 +24,30 @@ class DamagedError(InputError):
 def part_path(target: Path) -> Path:
     """Where a file is written until it gets its name."""
     return target.with_name(target.name + PART_SUFFIX)
+
+
+def check_parts(files: Sequence[OutputFile], begun: Collection[str]) -> None:
+    """Raises InputError if something else is in the way of a part file.
+
+    begun: names of the files whose part files are known to be an earlier run's. Of the others there may be what begins
+    as the file will, for want of its journal.
+    """
+    for file in files:
+        part = part_path(file.path)
+        if not os.path.lexists(part):
+            continue
+        if part.is_symlink() or not part.is_file():
+            kind = "a link" if part.is_symlink() else "a folder" if part.is_dir() else "no regular file"
+            raise InputError(f"{part}: expected room for the file in progress, found {kind}; remove it or rename it")
+        if file.path.name not in begun and not _begins_as(part, file.header):
+            raise InputError(
+                f"{part}: is there already and not of this conversion; remove it if no other command is writing it"
+            )
+
+
+def _begins_as(part: Path, header: bytes) -> bool:
+    with part.open("rb") as opened:
+        return header.startswith(opened.read(len(header)))
 
 
 class PartFile:

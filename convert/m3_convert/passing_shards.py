@@ -59,6 +59,9 @@ class PassingShards:
     def identity(self, shard: Path) -> list[int | str]:
         return self.hub.identity(shard)
 
+    def content(self, tensors: Sequence[SourceTensor]) -> str:
+        return self.hub.content(tensors)
+
     def size(self, shard: Path) -> int:
         return self.hub.size(shard)
 

@@ -5,18 +5,30 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from m3_convert.checkpoint import Checkpoint
 from m3_convert.gguf_source import GgufSource
 from m3_convert.imatrix import Coverage, ImportanceMatrix
 from m3_convert.norms import check_norms
-from m3_convert.precision import TypeChoice, always_f32, decide, is_index_projection, requantized, rounded
+from m3_convert.precision import (
+    FULL_DTYPES,
+    TypeChoice,
+    always_f32,
+    decide,
+    is_index_projection,
+    origin,
+    requantized,
+    rounded,
+    stored_as,
+)
 from m3_convert.tensor_map import MappedTensor, SourceMatrix, map_tensors
 from m3_runtime.errors import InputError
 from m3_runtime.quantize import TensorType, row_bytes
 
 EXACT_TYPES = (TensorType.F32, TensorType.F16, TensorType.BF16)  #: rounded one by one: importance changes nothing
+LOSSY_INDEXER: Final = "m3.indexer_lossy"  #: key, see `metadata`
+REQUANTIZED: Final = "m3.requantized"  #: likewise
 ALIGNMENT = 32  #: bytes; the default of GGUF, which needs no key
 
 # general.file_type where no recipe says it: what most of the weights are. GGUF's numbers; where it has several for
@@ -62,6 +74,7 @@ class PlannedTensor:
     reason: str  #: the rule that decided the type
     note: str  #: not empty if the type is not the one the rule asked for
     bounded: bool = False  #: rounding may not go beyond INDEXER_ERROR
+    origin: str = ""  #: type below Q8_0 that the values were rounded to, in the source or before; empty if none
 
     @property
     def ne(self) -> tuple[int, ...]:
@@ -122,16 +135,33 @@ class Plan:
     @property
     def lossy_indexer(self) -> bool:
         """True if index projections are rounded with nothing known of the loss, here or before."""
-        return any(
-            (self.choice.allow_lossy_indexer and t.type is not TensorType.F32) or rounded(t.source_type)
-            for t in self.tensors
-            if is_index_projection(t.name)
+        return self.said(LOSSY_INDEXER) or any(
+            self.rounds_index(t) or rounded(t.source_type) for t in self.tensors if is_index_projection(t.name)
         )
+
+    def rounds_index(self, tensor: PlannedTensor) -> bool:
+        """True if an index projection gets another type under `allow_lossy_indexer`."""
+        return self.choice.allow_lossy_indexer and tensor.type.name not in ("F32", tensor.source_type)
+
+    @property
+    def rounded_twice(self) -> tuple[PlannedTensor, ...]:
+        """Tensors whose values were below Q8_0 already and are rounded once more."""
+        return tuple(t for t in self.tensors if requantized(t.source_type, t.origin, t.type))
 
     @property
     def requantized(self) -> bool:
-        """True if tensors that were below Q8_0 already are rounded once more."""
-        return any(requantized(m.tensor.dtype, t.type) for t in self.tensors for m in t.matrices)
+        """True if tensors were rounded twice, here or before."""
+        return self.said(REQUANTIZED) or bool(self.rounded_twice)
+
+    @property
+    def dequantized(self) -> dict[str, str]:
+        """The type below Q8_0 that the values of a tensor had, of those that get a larger one, by name."""
+        return {t.name: t.origin for t in self.tensors if t.origin and t.type.name in FULL_DTYPES}
+
+    def said(self, key: str) -> bool:
+        """True if the source is a GGUF file that says so of itself."""
+        value = self.source.metadata.get(key) if isinstance(self.source, GgufSource) else None
+        return value is not None and bool(value.value)
 
     @property
     def as_it_was(self) -> bool:
@@ -178,6 +208,8 @@ class Plan:
             "recipe_sha256": self.choice.recipe.sha256 if self.choice.recipe else None,
             "rules": [str(rule) for rule in self.choice.rules],
             "lossy_indexer": self.lossy_indexer,
+            "requantized": self.requantized,
+            "dequantized": self.dequantized,
             "tensors": [tensor_json(t) for t in self.tensors],
             "left_out": list(self.left_out),
             "warnings": list(self.warnings),
@@ -202,6 +234,7 @@ def tensor_json(tensor: PlannedTensor) -> dict[str, Any]:
         "source": tensor.source,
         "sources": len(tensor.matrices),
         "source_type": tensor.source_type,
+        "origin": tensor.origin or None,
         "type": tensor.type.name,
         "plus_one": tensor.plus_one,
         "offset": tensor.offset,
@@ -227,7 +260,7 @@ def plan_conversion(source: Checkpoint | GgufSource, choice: TypeChoice | None =
         mapped, left_out = list(source.mapped), list[str]()
     else:
         mapped, left_out = map_tensors(source)
-    tensors, notes = plan_tensors(mapped, choice)
+    tensors, notes = plan_tensors(mapped, choice, from_gguf=isinstance(source, GgufSource))
     if isinstance(source, Checkpoint):
         check_norms(mapped, source.shards)
     plan = Plan(source, choice, tensors, tuple(left_out), (*source.warnings, *notes))
@@ -237,24 +270,39 @@ def plan_conversion(source: Checkpoint | GgufSource, choice: TypeChoice | None =
 def _leave_notes(plan: Plan) -> Iterator[str]:
     """Leave that was given and changes nothing, and loss that no leave can undo."""
     index = [t for t in plan.tensors if is_index_projection(t.name)]
-    if plan.choice.allow_lossy_indexer and all(t.type is TensorType.F32 for t in index):
+    if plan.choice.allow_lossy_indexer and not any(plan.rounds_index(t) for t in index):
         yield "--allow-lossy-indexer changes nothing: no rule gives the index projections another type than F32"
-    if plan.choice.allow_requantize and not plan.requantized:
+    twice = plan.rounded_twice
+    if plan.choice.allow_requantize and not twice:
         yield "--allow-requantize changes nothing: no tensor below Q8_0 gets another type"
+    if twice:
+        first = f"{twice[0].name}: {stored_as(twice[0].source_type, twice[0].origin)} -> {twice[0].type.name}"
+        yield f"{len(twice)} tensors that were below Q8_0 are rounded once more ({first}): the file says m3.requantized"
+    larger = [t for t in plan.tensors if t.name in plan.dequantized]
+    if larger:
+        yield (
+            f"{len(larger)} tensors hold values of types below Q8_0 ({larger[0].name}: "
+            f"{stored_as(larger[0].type.name, larger[0].origin)}): the file says so (m3.dequantized)"
+        )
     lossy = [t for t in index if rounded(t.source_type)]
+    other = "the file may read other blocks than the checkpoint; m3-check-selection tells"
     if lossy:
         yield (
             f"{len(lossy)} index projections of the source are rounded already ({lossy[0].name}: "
-            f"{lossy[0].source_type}): the file may read other blocks than the checkpoint; m3-check-selection tells"
+            f"{lossy[0].source_type}): {other}"
         )
+    elif plan.said(LOSSY_INDEXER):
+        yield f"index projections of the source were rounded before (m3.indexer_lossy): {other}"
 
 
-def plan_tensors(mapped: Sequence[MappedTensor], choice: TypeChoice) -> tuple[tuple[PlannedTensor, ...], list[str]]:
+def plan_tensors(
+    mapped: Sequence[MappedTensor], choice: TypeChoice, *, from_gguf: bool = False
+) -> tuple[tuple[PlannedTensor, ...], list[str]]:
     """Type, offset and size of tensors, which need not exist as data, and notes on rules that decide nothing.
 
     Raises InputError as `decide` does.
     """
-    decisions, notes = decide(mapped, choice)
+    decisions, notes = decide(mapped, choice, from_gguf=from_gguf)
     tensors = []
     offset = 0
     for source, decision in zip(mapped, decisions, strict=True):
@@ -272,6 +320,7 @@ def plan_tensors(mapped: Sequence[MappedTensor], choice: TypeChoice) -> tuple[tu
                 reason=decision.reason,
                 note=decision.note,
                 bounded=decision.bounded,
+                origin=origin(source),
             )
         )
         offset = aligned(offset + n_bytes)

@@ -3,7 +3,8 @@
 1. Norms, the router and its bias are always F32: they choose experts and blocks, and cost little.
 2. The rules of the user in the order given (`--rule 'PATTERN=TYPE'`).
 3. The rules of the recipe in their order.
-4. The index projections are F32: they choose the blocks that are read.
+4. The index projections are F32: they choose the blocks that are read. Those of a GGUF file stay as they are under
+   `auto`, which only divides and joins: another type would not make their values what they were, but hide it.
 5. The default of the recipe, or `--type`, where `auto` keeps the precision of the source tensor by tensor.
 
 The first that matches a tensor decides. A rule that makes index projections F16 or BF16 is honored where the values
@@ -62,7 +63,7 @@ class TypeChoice:
     rules: tuple[Rule, ...] = ()  #: before those of the recipe
     strict: bool = False  #: a type whose block does not divide the rows is an error
     allow_lossy_indexer: bool = False
-    allow_requantize: bool = False  #: tensors below Q8_0 may get another type than F32
+    allow_requantize: bool = False  #: values that were below Q8_0 may get another type than F32
 
     @property
     def name(self) -> str:
@@ -132,25 +133,34 @@ def rounded(dtype: str) -> bool:
     return dtype == "Q8_0" or dtype not in FULL_DTYPES
 
 
-def requantized(dtype: str, type_: TensorType) -> bool:
-    """True if a tensor that is below Q8_0 already would be rounded once more."""
-    return dtype not in FULL_DTYPES and type_.name not in (dtype, "F32")
+def origin(tensor: MappedTensor) -> str:
+    """The type below Q8_0 that the values were rounded to: the tensor's own, or the one that it had before by what its
+    file says. Empty if there is none."""
+    return next((dtype for dtype in tensor.source_dtypes if dtype not in FULL_DTYPES), tensor.said_origin)
 
 
-def decide(tensors: Sequence[MappedTensor], choice: TypeChoice) -> tuple[list[Decision], list[str]]:
+def requantized(source_type: str, origin_: str, type_: TensorType) -> bool:
+    """True if values with such an `origin` would be rounded once more."""
+    return bool(origin_) and type_.name not in (source_type, "F32")
+
+
+def decide(
+    tensors: Sequence[MappedTensor], choice: TypeChoice, *, from_gguf: bool = False
+) -> tuple[list[Decision], list[str]]:
     """The type of every tensor, in order, and notes on rules that decide nothing.
 
     A type whose block does not divide the rows gives the next one of FALLBACKS that does, or F16, with a note. Raises
     InputError for that under `strict`, for a rule that matches no tensor, one that would make an always-F32 tensor
-    something else, one that would round index projections without leave, and tensors below Q8_0 that would get
-    another type than F32 without `allow_requantize`.
+    something else, one that would round index projections without leave, and values that were below Q8_0 that would get
+    another type than F32 without `allow_requantize`. from_gguf: the tensors are those of a GGUF file.
     """
     specs = [tensor.spec for tensor in tensors]
     recipe_rules = choice.recipe.rules if choice.recipe else ()
     matched = [(rule, rule.matches(specs)) for rule in (*choice.rules, *recipe_rules)]
     for rule, names in matched:
         _check_fixed(rule, [spec.name for spec in specs if spec.name in names])
-    decisions = [_decide(tensor, choice, matched) for tensor in tensors]
+    keep_index = from_gguf and choice.name == AUTO
+    decisions = [_decide(tensor, choice, matched, keep_index) for tensor in tensors]
     if choice.strict:
         notes = [f"{t.spec.name}: {d.note}" for t, d in zip(tensors, decisions, strict=True) if d.note]
         if notes:
@@ -164,15 +174,20 @@ def decide(tensors: Sequence[MappedTensor], choice: TypeChoice) -> tuple[list[De
 
 def _check_requantized(tensors: Sequence[MappedTensor], decisions: Sequence[Decision]) -> None:
     twice = [
-        f"{t.spec.name} ({t.source_dtypes[0]} -> {d.type.name})"
+        f"{t.spec.name} ({stored_as(t.source_dtypes[0], origin(t))} -> {d.type.name})"
         for t, d in zip(tensors, decisions, strict=True)
-        if any(requantized(dtype, d.type) for dtype in t.source_dtypes)
+        if requantized(t.source_dtypes[0], origin(t), d.type)
     ]
     if twice:
         raise InputError(
             f"{len(twice)} tensors of the source are below Q8_0 already: {listed(twice, 2)}: rounded twice they would "
             "lose more; take the checkpoint, or give --allow-requantize"
         )
+
+
+def stored_as(source_type: str, origin_: str) -> str:
+    """How messages name the type of a tensor: "Q4_K", or "F32 of Q4_K" where an `origin` is known."""
+    return source_type if origin_ in ("", source_type) else f"{source_type} of {origin_}"
 
 
 def _shadowed(matched: Sequence[tuple[Rule, frozenset[str]]]) -> list[str]:
@@ -192,7 +207,9 @@ def _check_fixed(rule: Rule, names: Sequence[str]) -> None:
         raise InputError(f"{rule.label}: matches tensors that are always F32: {listed(fixed)}")
 
 
-def _decide(tensor: MappedTensor, choice: TypeChoice, matched: Sequence[tuple[Rule, frozenset[str]]]) -> Decision:
+def _decide(
+    tensor: MappedTensor, choice: TypeChoice, matched: Sequence[tuple[Rule, frozenset[str]]], keep_index: bool
+) -> Decision:
     name = tensor.spec.name
     fixed = always_f32(name)
     if fixed:
@@ -200,6 +217,8 @@ def _decide(tensor: MappedTensor, choice: TypeChoice, matched: Sequence[tuple[Ru
     rule = next((rule for rule, names in matched if name in names), None)
     if is_index_projection(name):
         if rule is None:
+            if keep_index:
+                return Decision(source_precision(tensor.source_dtypes), _default(choice)[1])
             return Decision(TensorType.F32, "the default for index projections")
         if rule.type not in (TensorType.F32, *HALF_TYPES) and not choice.allow_lossy_indexer:
             raise InputError(

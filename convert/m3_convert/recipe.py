@@ -29,6 +29,7 @@ import gguf
 
 from m3_convert.layer_range import LayerRange, parse_layers
 from m3_convert.rules import ExpertRange, Rule, check_pattern
+from m3_convert.stored_name import stored_name
 from m3_runtime.errors import InputError
 from m3_runtime.quantize import TensorType
 
@@ -79,12 +80,16 @@ def read_recipe(path: Path) -> Recipe:
         raise InputError(f"{path}: recipe cannot be read: {error.strerror}") from error
     if len(content) > MAX_BYTES:
         raise InputError(f"{path}: expected a recipe of at most {MAX_BYTES} bytes, found more")
-    return parse_recipe(content, path.name.removesuffix(".toml"))
+    return parse_recipe(content, stored_name(path, "recipe").removesuffix(".toml"), str(path))
 
 
-def parse_recipe(content: bytes, name: str) -> Recipe:
-    """Raises InputError that names the recipe and the line for TOML or a key, type, pattern or range that is wrong."""
-    label = f"recipe {name}"
+def parse_recipe(content: bytes, name: str, place: str = "") -> Recipe:
+    """Raises InputError that names the recipe and the line for TOML or a key, type, pattern or range that is wrong.
+
+    place: the path that messages give in place of the name.
+    """
+    place = place or name
+    whole = label = f"recipe {place}"
     try:
         text = content.decode()
         values = tomllib.loads(text)
@@ -98,7 +103,7 @@ def parse_recipe(content: bytes, name: str) -> Recipe:
     # tomllib gives no positions. Headers are counted instead, which holds as long as every rule has one.
     if not isinstance(tables, list) or len(tables) != len(lines):
         raise InputError(f"{label}: expected every rule as a [[rule]] table on a line of its own, and none in a string")
-    rules = tuple(_parse_rule(table, name, line) for table, line in zip(tables, lines, strict=True))
+    rules = tuple(_parse_rule(table, place, line) for table, line in zip(tables, lines, strict=True))
     default, line = values.get("default"), next(iter(_lines(_DEFAULT_HEADER, text)), 0)
     if not isinstance(default, dict) or not line:
         raise InputError(f"{label}: [default] is missing: the type of what no rule matches")
@@ -107,7 +112,7 @@ def parse_recipe(content: bytes, name: str) -> Recipe:
     type_ = _default_type(_string(default, "type", label), label)
     why = _string(default, "why", label) if "why" in default else ""
     reason = f"{label}: default = {AUTO if type_ is None else type_.name}{f' ({why})' if why else ''}"
-    return Recipe(name, text, rules, type_, reason, _file_type(values, f"recipe {name}"))
+    return Recipe(name, text, rules, type_, reason, _file_type(values, whole))
 
 
 def _lines(header: re.Pattern[str], text: str) -> list[int]:

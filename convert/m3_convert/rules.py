@@ -40,7 +40,7 @@ class Rule:
     type: TensorType
     layers: LayerRange | None = None
     experts: ExpertRange | None = None
-    recipe: str = ""  #: name of the recipe that it stands in; empty for a --rule
+    recipe: str = ""  #: name or path of the recipe that it stands in, for messages; empty for a --rule
     line: int = 0  #: its line there, counted from 1
     why: str = ""  #: what the recipe gives as the reason
 

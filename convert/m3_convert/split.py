@@ -1,12 +1,16 @@
 """The files that a conversion writes: one, or several of a limited size as llama.cpp names and marks them.
 
-    NAME-00001-of-0000N.gguf    keys split.no (from 0), split.count, split.tensors.count (of all files)
+    NAME-00001-of-0000N.gguf    keys split.no (from 0), split.count, split.tensors.count (of all files), m3.split.id
 
 The first has all other keys too; every one has the tensors that lie in it, which keep their order and stay whole.
+m3.split.id is no key of llama.cpp: a hash of what the files were made from, by which files of two conversions are told
+apart that agree in everything else. The reader refuses a model whose files do not have the same one.
 """
 
+import hashlib
+import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -16,23 +20,35 @@ from gguf import GGUFValueType, Keys
 from gguf.gguf_writer import GGUFValue
 
 from m3_convert.gguf_file import OutputFile, encode_header
+from m3_convert.journal import basis_of
 from m3_convert.metadata import Metadata
 from m3_convert.plan import Plan, PlannedTensor, aligned
 from m3_runtime.errors import InputError
+from m3_runtime.gguf_reader import SPLIT_ID
 from m3_runtime.native import lib
 
 SIZE_UNITS: Final = {"": 1, "M": 10**6, "G": 10**9}
 MAX_FILES: Final = int(lib.M3_MAX_FILES)
+MAX_SIZE: Final = 2**63 - 1  #: bytes of a file, on any system
 
-_SIZE = re.compile(r"([0-9]+)([MG]?)", re.IGNORECASE)
+_SIZE = re.compile(r"0*([0-9]+)([MG]?)", re.IGNORECASE)
+_NO_ID: Final = "0" * 64  # as long as one
+_SHOWN: Final = 30  # characters of an option
 
 
-def parse_size(text: str) -> int:
-    """Bytes that "500M", "40G" or "123456789" stand for, in powers of 1000. Raises InputError for anything else."""
+def parse_size(text: str, option: str = "--split-max-size") -> int:
+    """Bytes that "500M", "40G" or "123456789" stand for, in powers of 1000. Raises InputError for anything else.
+
+    option: that has the value, for messages.
+    """
     match = _SIZE.fullmatch(text)
-    size = int(match[1]) * SIZE_UNITS[match[2].upper()] if match and len(match[1]) < 20 else 0
-    if not size:
-        raise InputError(f"--split-max-size {text}: expected a number of bytes, or one followed by M or G")
+    shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    if match is None or match[1] == "0":
+        raise InputError(f"{option} {shown}: expected a number of bytes above 0, or one followed by M or G")
+    n_digits = len(match[1])
+    size = int(match[1]) * SIZE_UNITS[match[2].upper()] if n_digits <= len(str(MAX_SIZE)) else MAX_SIZE + 1
+    if size > MAX_SIZE:
+        raise InputError(f"{option} {shown}: more than a file can have, expected at most {MAX_SIZE} bytes")
     return size
 
 
@@ -46,9 +62,9 @@ def output_files(plan: Plan, metadata: Metadata, whole: OutputFile, max_bytes: i
     groups = list(_groups(plan, metadata, max_bytes))
     if len(groups) > MAX_FILES:
         raise InputError(f"--split-max-size {max_bytes}: {len(groups)} files, expected at most {MAX_FILES}")
-    files = []
+    files, id_ = [], split_id(plan, whole, [len(group) for group in groups])
     for no, group in enumerate(groups):
-        keys = {**(metadata if no == 0 else {}), **_split_keys(no, len(groups), len(plan.tensors))}
+        keys = {**(metadata if no == 0 else {}), **_split_keys(no, len(groups), len(plan.tensors), id_)}
         files.append(OutputFile(shard_path(whole.path, no, len(groups)), encode_header(plan, keys, group), group))
     return files
 
@@ -58,12 +74,26 @@ def shard_path(out: Path, no: int, count: int) -> Path:
     return out.with_name(f"{out.name.removesuffix('.gguf')}-{no + 1:05}-of-{count:05}.gguf")
 
 
-def _split_keys(no: int, count: int, tensors: int) -> Metadata:
+def split_id(plan: Plan, whole: OutputFile, sizes: Sequence[int]) -> str:
+    """What m3.split.id says in the files of a conversion: 64 hexadecimal digits.
+
+    A hash of what the source's tensors hold (see `Shards.content`), of recipe and rules, of the metadata and of the
+    number of tensors in each file; not of names and times, so that a conversion that goes on, or is made once more of
+    a copy, gives the same. whole: the file of everything.
+    """
+    basis = basis_of(plan, [whole])
+    tensors = [source for tensor in plan.tensors for matrix in tensor.matrices for source in matrix.sources]
+    parts = [plan.source.shards.content(tensors), basis.rules, basis.contents, list(sizes)]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _split_keys(no: int, count: int, tensors: int, id_: str = _NO_ID) -> Metadata:
     return MappingProxyType(
         {
             Keys.Split.LLM_KV_SPLIT_NO: GGUFValue(no, GGUFValueType.UINT16),
             Keys.Split.LLM_KV_SPLIT_COUNT: GGUFValue(count, GGUFValueType.UINT16),
             Keys.Split.LLM_KV_SPLIT_TENSORS_COUNT: GGUFValue(tensors, GGUFValueType.INT32),
+            SPLIT_ID: GGUFValue(id_, GGUFValueType.STRING),
         }
     )
 

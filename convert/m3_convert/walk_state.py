@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Mapping
@@ -43,6 +44,13 @@ def default_folder() -> Path:
     """The folder that holds those of the checks: below $XDG_CACHE_HOME, or ~/.cache."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(cache).expanduser() / "m3-gguf" / "check"
+
+
+def prepare_folder(parent: Path) -> None:
+    """Makes the folder that holds those of the checks. Raises OSError if nothing can be written there."""
+    parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=parent):
+        pass
 
 
 def state_folder(parent: Path, basis: Mapping[str, Any]) -> Path:

@@ -55,7 +55,7 @@ extern "C" {
 #define M3_MAX_KEYS 65536
 #define M3_MAX_TENSORS 65536
 #define M3_MAX_FILES 4096 /* that one model is split into */
-#define M3_FEW_THREADS 8  /* n_threads may be the number of cores, or this on a machine with fewer */
+#define M3_FEW_THREADS 32 /* see m3_max_threads */
 
 typedef enum m3_status {
   M3_OK = 0,
@@ -128,6 +128,10 @@ int32_t m3_abi_version(void);
 /* Program version, "major.minor.patch"; static storage. */
 const char *m3_version(void);
 
+/* Most threads that an n_threads may ask for: the number of cores, or M3_FEW_THREADS on a machine with fewer. A thread
+ * that cannot be created ends the process inside the OpenMP runtime, where no error can be returned. */
+int32_t m3_max_threads(void);
+
 /* ------------------------------------------------------------------------------------------------ types */
 
 /* Name of a type as GGUF tools print it ("Q8_0"), or NULL for a type the engine does not know; static storage. */
@@ -151,7 +155,7 @@ typedef struct m3_row_set {
   float *values;     /* [n_rows, n_per_row] */
   void *data;        /* [n_rows, m3_row_bytes(type, n_per_row)]; an even address, of F32 a multiple of 4 (MXFP4: any) */
   int64_t data_bytes; /* size of data; must be that product */
-  int32_t n_threads;  /* 0 takes all cores (see M3_FEW_THREADS) */
+  int32_t n_threads;  /* 0 takes all cores (see m3_max_threads) */
   /* [n_per_row] weights of the squared error of each column, the same for every row; finite, at least 0. NULL: all
    * equal, which a block whose weights are all 0 falls back to. Types that only round take no notice of it, nor does
    * m3_dequantize. */
@@ -223,7 +227,8 @@ typedef struct m3_tensor {
  * until m3_gguf_close.
  * A model may be split into files NAME-00001-of-0000N.gguf (split.no, split.count, split.tensors.count), all in one
  * folder. `path` is any of them, or the folder if it holds one such model; all are opened. Keys are those of the first.
- * A missing one is an M3_ERROR_IO that names it; files that do not belong together are M3_ERROR_FORMAT. */
+ * A missing one is an M3_ERROR_IO that names it; files that do not belong together are M3_ERROR_FORMAT: by these keys,
+ * or by m3.split.id, a text that m3-convert writes into all files of a conversion and other programs into none. */
 m3_status m3_gguf_open(const char *path, m3_gguf **out, m3_error *err);
 
 /* Parses a header that the caller holds (metadata and tensor list, no tensor data). The bytes are copied.
@@ -335,7 +340,7 @@ typedef struct m3_session_options {
   int32_t kv_type;     /* F32 (which is 0), F16, BF16, or Q8_0 and Q4_0 where 32 divides head_dim */
   int32_t index_type;  /* the same for index_dim */
   int32_t attention;   /* an m3_attention */
-  int32_t n_threads;   /* 0 takes all cores (see M3_FEW_THREADS). The result does not depend on it */
+  int32_t n_threads;   /* 0 takes all cores (see m3_max_threads). The result does not depend on it */
   int32_t chunk;       /* rows evaluated together, 0 is 512. The result does not depend on it */
   int32_t layer_first; /* layers [layer_first, layer_first + layer_count); a count of 0 is all from layer_first. A */
   int32_t layer_count; /* window at n_layer has no layer: hidden states go through output norm and head only */

@@ -1,6 +1,7 @@
 /* Models in several files, as llama.cpp splits them: NAME-00001-of-0000N.gguf, each a valid GGUF file with the keys
  * split.no (from 0), split.count and split.tensors.count (of all files), the first with all other keys. Names and keys
- * are untrusted: each must say the same as the others. */
+ * are untrusted: each must say the same as the others. m3-convert gives all files of a conversion the same m3.split.id:
+ * those of two models of one shape would else pass as one. Files of llama.cpp have none. */
 #include <dirent.h>
 #include <errno.h>
 #include <inttypes.h>
@@ -14,6 +15,7 @@
 #include "gguf.h"
 
 #define SUFFIX_BYTES 20u /* of "-00001-of-00003.gguf" */
+#define SPLIT_ID "m3.split.id"
 
 typedef struct split_name {
   size_t prefix; /* bytes before the suffix */
@@ -144,9 +146,27 @@ static m3_status check_present(const char *path, split_name name, m3_error *err)
   return status;
 }
 
-static m3_status open_other(const char *path, split_name name, int no, const split_keys *first, m3_gguf **out,
+static m3_status check_id(const m3_gguf *g, const m3_gguf *opened, m3_error *err) {
+  const m3_gguf *files[2] = {g, opened};
+  m3_string ids[2] = {{0}, {0}};
+  int n_ids = 0;
+  for (int i = 0; i < 2; i++) {
+    if (!m3_gguf_find_kv(files[i], SPLIT_ID)) continue;
+    m3_status status = m3_gguf_str(files[i], SPLIT_ID, &ids[i], err);
+    if (status) return status;
+    n_ids++;
+  }
+  bool same = ids[0].size == ids[1].size && (!ids[0].size || memcmp(ids[0].data, ids[1].data, ids[0].size) == 0);
+  if (n_ids != 1 && same) return M3_OK;
+  const char *other = m3_gguf_name(opened), *slash = strrchr(other, '/');
+  return m3_fail(err, M3_ERROR_FORMAT, "%s: is of another conversion than %s (" SPLIT_ID "), expected files of one",
+                 m3_gguf_name(g), slash ? slash + 1 : other);
+}
+
+/* `opened`: a file of the model, with the keys `first`. */
+static m3_status open_other(const m3_gguf *opened, split_name name, int no, const split_keys *first, m3_gguf **out,
                             m3_error *err) {
-  char *file = file_name(path, name.prefix, no, name.count);
+  char *file = file_name(m3_gguf_name(opened), name.prefix, no, name.count);
   if (!file) return m3_fail_memory(err, name.prefix, "the name of a file");
   m3_status status = m3_gguf_open_file(file, out, err);
   free(file);
@@ -155,6 +175,7 @@ static m3_status open_other(const char *path, split_name name, int no, const spl
   if (!status && keys.tensors != first->tensors)
     status = m3_fail(err, M3_ERROR_FORMAT, "%s: split.tensors.count is %" PRId64 ", in another file %" PRId64,
                      m3_gguf_name(*out), keys.tensors, first->tensors);
+  if (!status) status = check_id(*out, opened, err);
   return status;
 }
 
@@ -181,7 +202,7 @@ static m3_status open_others(m3_gguf *opened, m3_gguf **out, m3_error *err) {
   }
   files[keys.no] = opened;
   for (int no = 1; no <= name.count && !status; no++)
-    if (no - 1 != keys.no) status = open_other(path, name, no, &keys, &files[no - 1], err);
+    if (no - 1 != keys.no) status = open_other(opened, name, no, &keys, &files[no - 1], err);
   if (status) {
     close_all(files, keys.count);
     return status;

@@ -5,8 +5,7 @@
 #include "error.h"
 #include "m3.h"
 
-/* Resolves a caller's n_threads: 0 is all cores. Refuses more than the machine has (M3_FEW_THREADS on a smaller one): a
- * thread that cannot be created ends the process inside the OpenMP runtime, where no error can be returned. */
+/* Resolves a caller's n_threads: 0 is all cores. Refuses more than m3_max_threads. */
 m3_status m3_resolve_threads(int32_t wanted, int32_t *out, m3_error *err);
 
 #endif

@@ -11,6 +11,7 @@ import typer
 from m3_runtime.command import guarded, new_app, run
 from m3_runtime.errors import InputError
 from m3_runtime.text import invalid_utf8
+from m3_runtime.thread_option import Threads
 
 NAME = "m3-run"
 
@@ -97,7 +98,7 @@ def run_command(
         ),
     ] = None,
     device: Annotated[Device, typer.Option("--device", help="Where the model runs.")] = Device.AUTO,
-    threads: Annotated[int, typer.Option("--threads", metavar="N", min=0, help="CPU threads; 0 takes all cores.")] = 0,
+    threads: Threads = 0,
     as_json: Annotated[
         bool, typer.Option("--json", help="With -p or -f: print one JSON object with answer, timings and memory.")
     ] = False,

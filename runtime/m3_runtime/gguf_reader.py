@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
@@ -32,6 +32,8 @@ _NUMPY = {
     lib.M3_KV_F64: "<f8",
 }
 
+SPLIT_ID: Final = "m3.split.id"  #: the same in all files of one conversion; see m3_gguf_open
+
 _SPLIT_NAME = re.compile(r"(.+)-[0-9]{5}(-of-[0-9]{5}\.gguf)", re.DOTALL)
 
 
@@ -48,6 +50,11 @@ def gguf_files(path: Path) -> list[Path]:
         return [path]
     named = ((file, _SPLIT_NAME.fullmatch(file.name)) for file in path.parent.iterdir())
     return sorted(file for file, found in named if found and found.groups() == own.groups()) or [path]
+
+
+def is_split_key(key: str) -> bool:
+    """True for the keys that mark a file as one of several."""
+    return key.startswith("split.") or key == SPLIT_ID
 
 
 @dataclass(frozen=True)
@@ -170,7 +177,7 @@ class GGUF:
         The keys that mark a file as one of several are left out. types: of tensors that shall have another one.
         """
         keys = [lib.m3_gguf_kv(self._pointer, i) for i in range(lib.m3_gguf_n_kv(self._pointer))]
-        keys = [kv for kv in keys if not _bytes(kv.key).startswith(b"split.")]
+        keys = [kv for kv in keys if not is_split_key(_bytes(kv.key).decode())]
         alignment = int(self.metadata.get("general.alignment", 32))  # type: ignore[arg-type]
         out = bytearray(b"GGUF" + struct.pack("<IQQ", 3, len(self.tensors), len(keys)))
         for kv in keys:

@@ -25,3 +25,8 @@ def start(name: str, load: Callable[[], Callable[[], NoReturn]]) -> NoReturn:
 def m3_run() -> NoReturn:
     """m3-run."""
     start("m3-run", lambda: import_module("m3_runtime.cli").main)
+
+
+def m3_bench() -> NoReturn:
+    """m3-bench."""
+    start("m3-bench", lambda: import_module("m3_runtime.bench_cli").main)

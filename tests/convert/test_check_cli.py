@@ -251,9 +251,16 @@ def test_the_other_thresholds(tiny_gguf, coarse_index, m3_check_selection):
 @pytest.mark.parametrize("option", ["--min-overlap", "--max-mass-lost", "--max-kld"])
 def test_threshold_out_of_range(tiny_gguf, m3_check_selection, option, value):
     if (option, value) == ("--max-kld", "1.01"):
-        value = "-inf"
+        value = "inf"  # would never be missed
     run = m3_check_selection(tiny_gguf, tiny_gguf, option, value)
     assert (run.code, run.out) == (2, "") and option.lstrip("-") in run.error
+
+
+@pytest.mark.parametrize("option", ["--min-overlap", "--max-mass-lost", "--max-kld"])
+def test_a_threshold_of_minus_zero_is_zero(tiny_gguf, m3_check_selection, option):
+    run = m3_check_selection(tiny_gguf, tiny_gguf, "--context", 150, option, "-0", "--json")
+    assert run.code == 0 and "-0" not in run.json["verdict"]["text"]
+    assert str(run.json["thresholds"][option.lstrip("-").replace("-", "_")]) == "0.0"
 
 
 # ------------------------------------------------------------------------------------------------ was anything tested?

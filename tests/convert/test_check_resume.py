@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from m3_convert import walk_state
+from m3_convert import check, check_cli, page, walk_state
 from m3_convert.walk_state import WalkState, default_folder, state_folder
 from m3_convert.walker import Walker
+from m3_runtime.errors import MachineError
 
 N = 150
 RUN = ("--context", N, "--threads", 1, "--json", "--isolate", "--attribute")
@@ -146,6 +147,53 @@ def test_a_full_disk_costs_the_state_not_the_check(tiny_gguf, tiny_q8_gguf, m3_c
     assert run.code == 0 and run.json["verdict"]["cause"] == "weights"
     assert run.err.count("cannot be saved: No space left on device") == 1
     assert list(states.glob("*")) == []
+
+
+@pytest.mark.parametrize("place", ["file", "file/below", "/proc/states"])
+def test_a_state_that_cannot_be_kept_is_refused_before_the_work(
+    tiny_gguf, tiny_q8_gguf, m3_check_selection, tmp_path, monkeypatch, place
+):
+    monkeypatch.setattr(check, "open_layered", lambda *_, **__: pytest.fail("a model was opened"))
+    (tmp_path / "file").write_text("no folder")
+    run = m3_check_selection(tiny_gguf, tiny_q8_gguf, *RUN, "--state", tmp_path / place)
+    assert (run.code, run.out) == (2, "") and len(run.err.splitlines()) == 1
+    assert f"--state {tmp_path / place}: nothing can be written there: " in run.error
+    assert (tmp_path / "file").read_text() == "no folder"
+
+
+def test_a_cache_that_cannot_be_written_costs_the_state(
+    tiny_gguf, tiny_q8_gguf, m3_check_selection, tmp_path, monkeypatch
+):
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(walk_state, "SAVE_SECONDS", 0.0)
+    run = m3_check_selection(tiny_gguf, tiny_q8_gguf, *RUN)
+    assert run.code == 0 and run.err.count("nothing can be written there") == 1
+    assert "so that an interrupted check starts anew; --state names another folder" in run.err
+
+
+@pytest.mark.parametrize("lost", ["report_json", "write_page", "print"])
+def test_the_state_stays_until_all_is_written(
+    tiny_gguf, tiny_q8_gguf, m3_check_selection, states, monkeypatch, tmp_path, lost
+):
+    command = (tiny_gguf, tiny_q8_gguf, *RUN, "--state", states, "--report", tmp_path / "page.html")
+
+    def fail(*_arguments, **_more):
+        raise MachineError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        if lost == "print":
+            patch.setattr(check_cli, "print", fail, raising=False)
+        else:
+            patch.setattr(page if lost == "write_page" else check_cli, lost, fail)
+        run = m3_check_selection(*command)
+    assert run.code == 4 and run.error.endswith("the disk is full")
+    (folder,) = states.glob("*")
+    assert f"the same command goes on after layer 3 of 3; the state is in {folder}" in run.err
+    again = m3_check_selection(*command)
+    assert again.code == 0 and "going on after layer 3 of 3" in again.err
+    assert list(states.glob("*")) == [] and (tmp_path / "page.html").exists()
+    assert result(again.json) == result(m3_check_selection(*command).json)
 
 
 def test_a_short_check_saves_nothing(tiny_gguf, tiny_q8_gguf, m3_check_selection, monkeypatch, tmp_path):

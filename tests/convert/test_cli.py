@@ -1,5 +1,6 @@
 """The command line of m3-convert: help, usage errors, sources that are no checkpoint folder."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,7 +40,6 @@ def test_help_names_every_option(m3_convert) -> None:
         (["{folder}"], "OUT.gguf is missing"),
         (["{folder}", "{out}", "--nope"], "No such option"),
         (["{folder}", "{out}", "extra"], "unexpected extra argument"),
-        (["{folder}", "{out}", "--threads", "-1"], "--threads"),
         (["{folder}", "{out}", "--threads", "many"], "--threads"),
         (["{folder}", "{out}", "--type", "q4"], "--type: 'q4' is not known, expected auto, a recipe (iq1_m, "),
         (["{folder}", "{out}", "--type", "q8_0", "--recipe", "x.toml"], "expected one of the two"),
@@ -69,6 +69,20 @@ def test_usage_errors_are_one_line(make_folder, m3_convert, tmp_path, arguments:
     assert len(outcome.err.splitlines()) == 1 and outcome.err.startswith("m3-convert: ")
     assert outcome.out == ""
     assert not list(tmp_path.glob("out.gguf*"))
+
+
+@pytest.mark.parametrize("threads", [-1, 10**6, 10**12])
+def test_every_command_takes_the_same_threads(m3_convert, m3_imatrix, m3_check_selection, threads: int) -> None:
+    """Before anything is read; test_run.py says it of m3-run."""
+    most = max(len(os.sched_getaffinity(0)), 32)
+    for command in (m3_convert, m3_imatrix, m3_check_selection):
+        text = ("--text", "absent") if command is m3_imatrix else ()
+        outcome = command("absent", "absent", *text, "--threads", threads)
+        assert outcome.code == 2 and len(outcome.err.splitlines()) == 1
+        assert outcome.error.endswith(f": --threads is {threads}, expected 0 (all cores) to {most}")
+        assert "No such file" in (at_most := command("absent", "absent", *text, "--threads", most)).error or (
+            NO_SOURCE in at_most.error
+        )
 
 
 def test_result_on_stdout_and_progress_on_stderr(make_folder, m3_convert, tmp_path) -> None:

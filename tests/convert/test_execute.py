@@ -222,7 +222,8 @@ def test_no_more_disk_than_the_file(make_folder, m3_convert, tmp_path, monkeypat
 def test_the_leftover_of_a_killed_run_counts_as_free(make_folder, m3_convert, tmp_path, monkeypatch) -> None:
     folder = make_folder()
     needed = m3_convert(folder, "--dry-run", "--json").json["file_bytes"]
-    (tmp_path / "out.gguf.part").write_bytes(b"x" * 100_000)
+    assert m3_convert(folder, tmp_path / "out.gguf").code == 0
+    os.truncate((tmp_path / "out.gguf").rename(tmp_path / "out.gguf.part"), 100_000)
     os.sync()
     usage = execute.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(execute.shutil, "disk_usage", lambda _: usage._replace(free=needed - 90_000))

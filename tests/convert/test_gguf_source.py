@@ -17,6 +17,7 @@ from make_checkpoint import CheckpointSpec
 Make = Callable[..., Path]
 
 DOWN = "blk.1.ffn_down_exps.weight"
+UP = "blk.1.ffn_up_exps.weight"
 INDEX = "blk.1.indexer.q_proj.weight"
 
 
@@ -56,8 +57,8 @@ def test_from_a_full_file_as_from_the_folder(make_folder: Make, convert, type_: 
 
 def test_auto_keeps_every_byte(make_folder: Make, convert) -> None:
     q8 = convert(make_folder(), "q8.gguf", "--type", "q4_k_m", "--rule", f"{INDEX}=f16")
-    plain = convert(q8, "plain.gguf", "--rule", f"{INDEX}=f16")
-    assert plain.read_bytes() == q8.read_bytes()
+    for options in ((), ("--rule", f"{INDEX}=f16")):
+        assert convert(q8, "plain.gguf", *options).read_bytes() == q8.read_bytes()
 
 
 def test_split_and_joined_again(make_folder: Make, convert, tmp_path: Path) -> None:
@@ -150,6 +151,74 @@ def test_below_q8_0_only_with_leave(make_folder: Make, convert, m3_convert, tmp_
     assert kept.code == 0 and "--allow-requantize changes nothing" in kept.err
 
 
+def test_values_of_a_lower_type_stay_marked(make_folder: Make, convert, m3_convert, tmp_path: Path) -> None:
+    """A larger type does not give back what was lost: what is made of it needs the same leave, and says the same."""
+    q4 = convert(make_folder(), "q4.gguf", "--type", "q8_0", "--rule", f"{DOWN}=q4_0", "--rule", f"{UP}=q4_1")
+    origins = [f"{UP}=Q4_1", f"{DOWN}=Q4_0"]
+    outcome = m3_convert(q4, tmp_path / "f32.gguf", "--type", "f32", "--json")
+    f32 = tmp_path / "f32.gguf"
+    note = f"2 tensors hold values of types below Q8_0 ({DOWN}: F32 of Q4_0): the file says so (m3.dequantized)"
+    assert outcome.code == 0 and f"note: {note}" in outcome.err and outcome.json["warnings"] == [note]
+    assert sorted(keys(f32)["m3.dequantized"]) == sorted(origins) and "m3.requantized" not in keys(f32)
+
+    for again in (convert(f32, "again.gguf"), convert(f32, "other.gguf", "--rule", "output.weight=q4_0")):
+        assert sorted(keys(again)["m3.dequantized"]) == sorted(origins)
+    for type_ in ("f16", "bf16", "q8_0", "q4_0"):
+        outcome = m3_convert(f32, tmp_path / "out.gguf", "--type", type_)
+        assert outcome.code == 2 and not (tmp_path / "out.gguf").exists()
+        assert f"2 tensors of the source are below Q8_0 already: {DOWN} (F32 of Q4_0 -> {type_.upper()})" in (
+            outcome.error
+        )
+        assert "--allow-requantize" in outcome.error
+    assert m3_convert(f32, tmp_path / "rest.gguf", "--rule", "output.weight=q4_0").code == 0
+
+    plan = m3_convert(f32, "--type", "bf16", "--allow-requantize", "--dry-run", "--json")
+    twice = f"2 tensors that were below Q8_0 are rounded once more ({DOWN}: F32 of Q4_0 -> BF16): "
+    assert any(warning.startswith(twice) for warning in plan.json["warnings"]) and f"note: {twice}" in plan.err
+    assert plan.json["requantized"] is True and plan.json["dequantized"] == {UP: "Q4_1", DOWN: "Q4_0"}
+    assert {t["name"]: t["origin"] for t in plan.json["tensors"] if t["origin"]} == {UP: "Q4_1", DOWN: "Q4_0"}
+    bf16 = convert(f32, "bf16.gguf", "--type", "bf16", "--allow-requantize")
+    assert sorted(keys(bf16)["m3.dequantized"]) == sorted(origins) and keys(bf16)["m3.requantized"] is True
+    assert m3_convert(bf16, tmp_path / "out.gguf", "--type", "q8_0").code == 2
+    low = convert(bf16, "low.gguf", "--type", "q8_0", "--rule", f"{DOWN}=q2_k", "--allow-requantize")
+    assert keys(low)["m3.dequantized"] == [f"{UP}=Q4_1"] and keys(low)["m3.requantized"] is True
+    shown = m3_convert(f32, "--explain", DOWN).out
+    assert f"from {DOWN} (F32 of Q4_0)" in shown
+
+
+@pytest.mark.parametrize("word", [b"=Q8_0", b"=Q4_9", b"=f16_", b"_Q4_0"])
+def test_a_mark_that_cannot_be_right(make_folder: Make, convert, m3_convert, tmp_path: Path, word: bytes) -> None:
+    q4 = convert(make_folder(), "q4.gguf", "--rule", f"{DOWN}=q4_0")
+    f32 = convert(q4, "f32.gguf", "--type", "f32")
+    f32.write_bytes(f32.read_bytes().replace(f"{DOWN}=Q4_0".encode(), DOWN.encode() + word))
+    outcome = m3_convert(f32, tmp_path / "out.gguf", "--type", "q4_0")
+    assert outcome.code == 2 and len(outcome.err.splitlines()) == 1
+    assert "f32.gguf: m3.dequantized: expected a tensor of the file and a type below Q8_0, found " in outcome.error
+
+
+def test_auto_keeps_a_rounded_index_and_says_so(make_folder: Make, convert, m3_convert, tmp_path: Path) -> None:
+    rules = ("--rule", "*.indexer.q_proj.weight=q8_0", "--rule", "*.indexer.k_proj.weight=f16")
+    lossy = convert(make_folder(), "lossy.gguf", *rules, "--allow-lossy-indexer")
+    outcome = m3_convert(lossy, tmp_path / "same.gguf", "--json")
+    assert outcome.code == 0 and "index projections of the source are rounded already" in outcome.err
+    assert (tmp_path / "same.gguf").read_bytes() == lossy.read_bytes()
+    assert m3_convert(lossy, "--explain", INDEX).out.startswith(f"{INDEX}: Q8_0 by --type auto: the source's own")
+    ruled = convert(lossy, "ruled.gguf", "--rule", f"{DOWN}=q8_0")
+    assert contents(ruled)[INDEX] == contents(lossy)[INDEX] and keys(ruled)["m3.indexer_lossy"] is True
+    # Another program's file may not say it.
+    silent = tmp_path / "silent.gguf"
+    silent.write_bytes(lossy.read_bytes().replace(b"m3.indexer_lossy", b"x3.indexer_lossy"))
+    told = convert(silent, "told.gguf")
+    assert contents(told) == contents(lossy) and keys(told)["m3.indexer_lossy"] is True
+    # As F32 it is no longer to be seen from the types.
+    full = convert(lossy, "full.gguf", "--type", "f32")
+    outcome = m3_convert(full, "--type", "q8_0", "--dry-run", "--json")
+    assert outcome.json["lossy_indexer"] is True
+    assert "index projections of the source were rounded before (m3.indexer_lossy): the file may read" in outcome.err
+    useless = m3_convert(lossy, "--allow-lossy-indexer", "--dry-run")
+    assert "--allow-lossy-indexer changes nothing" in useless.err
+
+
 def test_one_tensor_only(make_folder: Make, convert, m3_convert, tmp_path: Path) -> None:
     q4 = convert(make_folder(), "q4.gguf", "--type", "q4_0")
     outcome = m3_convert(q4, tmp_path / "out.gguf", "--rule", f"{DOWN}=q4_1")
@@ -168,7 +237,7 @@ def test_an_index_that_is_rounded_already_is_said(make_folder: Make, convert, m3
     )
     assert keys(tmp_path / "out.gguf")["m3.indexer_lossy"] is True
     half = convert(folder, "half.gguf", "--rule", f"{INDEX}=f16")
-    outcome = m3_convert(half, tmp_path / "full.gguf")
+    outcome = m3_convert(half, tmp_path / "full.gguf", "--type", "f32")
     assert outcome.code == 0 and "rounded already" not in outcome.err
     assert "m3.indexer_lossy" not in keys(tmp_path / "full.gguf")
     with GGUF(tmp_path / "full.gguf") as file:

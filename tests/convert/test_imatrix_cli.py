@@ -307,6 +307,14 @@ def test_a_short_text_is_one_chunk(tiny_gguf, m3_imatrix, text, tmp_path):
     assert ImportanceMatrix.load(out).entries["output.weight"].counts.tolist() == [report["text"]["tokens"]]
 
 
+def test_one_token_is_of_no_use(tiny_gguf, m3_imatrix, text, tmp_path):
+    for content, noted in (("a", True), ("a b", False)):
+        text.write_text(content)
+        run = m3_imatrix(tiny_gguf, tmp_path / "x.gguf", "--text", text, "--json")
+        assert run.code == 0 and (run.json["text"]["tokens"] == 1) is noted
+        assert ("note: the text is one token: what it tells is of no use for quantization" in run.err) is noted
+
+
 def test_texts_that_cannot_be_read(tiny_gguf, m3_imatrix, tmp_path):
     out = tmp_path / "x.imatrix.gguf"
     for content, message in ((b"", "the text is empty"), (b"abc\xe9 x", "expected UTF-8, found byte 0xe9 at offset 3")):

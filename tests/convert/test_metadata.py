@@ -227,6 +227,17 @@ def test_chat_template_inside_tokenizer_config(make_folder, read) -> None:
     assert value(read(folder), "tokenizer.chat_template") == text
 
 
+def test_a_source_without_a_chat_template_is_noted(make_folder, m3_convert, tmp_path) -> None:
+    folder, note = make_folder(), "the source has no chat template, and the file will have none: m3-run takes it with"
+    assert "chat template" not in m3_convert(folder, "--dry-run").err
+    (folder / "chat_template.jinja").unlink()
+    out = tmp_path / "out.gguf"
+    for source, arguments in ((folder, ("--dry-run",)), (folder, (out,)), (out, ("--type", "q8_0", "--dry-run"))):
+        outcome = m3_convert(source, *arguments, "--json")
+        assert outcome.code == 0 and f"m3-convert: note: {note}" in outcome.err
+        assert [warning for warning in outcome.json["warnings"] if warning.startswith(note)]
+
+
 def test_named_chat_templates_come_in_a_fixed_order(make_folder, read) -> None:
     folder = make_folder()
     (folder / "chat_template.jinja").unlink()

@@ -284,6 +284,40 @@ def test_a_recipe_that_is_another_kind_of_file(tmp_path, monkeypatch) -> None:
         recipe_module.read_recipe(tmp_path / "x.toml")
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[default", ": not TOML: "),
+        (b"\xff", ": expected UTF-8, found byte 255"),
+        (b'[default]\ntype = "q9"', ", line 1: type 'q9' is not known"),
+        (recipe('tensors = "x"; type = "q4_k"'), ", line 1: no tensor of this model matches 'x'"),
+        (b'file_type = "Q9"\n' + recipe(), ": file_type 'Q9': expected one of"),
+    ],
+)
+def test_messages_give_the_path_of_a_recipe(make_folder, m3_convert, tmp_path, content: bytes, message: str) -> None:
+    (path := tmp_path / "of mine.toml").write_bytes(content)
+    outcome = m3_convert(make_folder(), "--recipe", path, "--dry-run")
+    assert outcome.code == 2 and outcome.error.startswith(f"m3-convert: recipe {path}{message}")
+
+
+def test_a_name_that_is_not_utf_8_is_what_is_wrong(make_folder, m3_convert, m3_imatrix, tmp_path) -> None:
+    folder, bad = make_folder(), f"{tmp_path}/a\udcff.toml"
+    Path(bad).write_bytes(recipe())
+    (text := tmp_path / "text").write_text("Some words to read. " * 20)
+    assert m3_imatrix(folder, tmp_path / "i", "--text", text, "--context", 64).code == 0
+    for option, what, name in (("--recipe", "recipe", bad), ("--imatrix", "importance matrix", f"{tmp_path}/i\udcff")):
+        if not Path(name).exists():
+            (tmp_path / "i").rename(name)
+        outcome = m3_convert(folder, tmp_path / "out.gguf", option, name)
+        assert outcome.code == 2 and len(outcome.err.splitlines()) == 1
+        assert f"?: the name of the {what} is written into the file: expected UTF-8, found" in (
+            outcome.error.replace(".toml", "")
+        )
+    text.rename(bad_text := f"{tmp_path}/t\udcff")
+    outcome = m3_imatrix(folder, tmp_path / "j", "--text", bad_text)
+    assert outcome.code == 2 and "t?: the name of the text is written into the file" in outcome.error
+
+
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 def test_explain_names_recipe_line_and_reason(make_folder, m3_convert, tmp_path, end: str) -> None:
     lines = ["# two", "# lines", '[[rule]]  # "x"', f'tensors = "{DOWN}"', 'type = "f16"', 'why = "because"']
@@ -294,12 +328,12 @@ def test_explain_names_recipe_line_and_reason(make_folder, m3_convert, tmp_path,
     def explain(name: str, *options: str) -> str:
         return m3_convert(folder, "--recipe", tmp_path / "mine.toml", "--explain", name, *options).out.splitlines()[0]
 
-    folder = make_folder()
-    assert explain(DOWN) == f"{DOWN}: F16 by recipe mine, line 3: {DOWN} = F16 (because)"
+    folder, mine = make_folder(), f"recipe {tmp_path / 'mine.toml'}"
+    assert explain(DOWN) == f"{DOWN}: F16 by {mine}, line 3: {DOWN} = F16 (because)"
     name = "blk.2.ffn_up_exps.weight"
-    by = "recipe mine, line 7: blk.*_exps.weight, layers last 1/2, experts 0-3 = Q8_0"
+    by = f"{mine}, line 7: blk.*_exps.weight, layers last 1/2, experts 0-3 = Q8_0"
     assert explain(name) == f"{name}: Q8_0 by {by}"
-    assert explain("output.weight").endswith("BF16 by recipe mine, line 12: default = BF16 (the rest)")
+    assert explain("output.weight").endswith("BF16 by " + f"{mine}, line 12: default = BF16 (the rest)")
     assert explain(DOWN, "--rule", f"{DOWN}=bf16").endswith(f"BF16 by --rule '{DOWN}=BF16'")
     assert explain("blk.1.indexer.k_proj.weight").endswith("F32 by the default for index projections")
 

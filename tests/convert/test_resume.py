@@ -384,27 +384,63 @@ def test_a_damaged_part_file(interrupted, m3_convert, tmp_path, damage: str) -> 
     assert names(tmp_path) == {"out.gguf"}
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"not a journal\n",
-        b"{}\n",
-        b'{"program": 1, "source": {}, "rules": {}, "files": {}, "contents": ""}\n5\n',
-        b'{"program": "", "source": {}, "rules": {}, "files": {"../victim": 1}, "contents": ""}\n5\n',
-        b'{"program": "", "source": {}, "rules": {}, "files": {}, "contents": ""}\n7\n5\n',
-    ],
-)
-def test_something_else_in_place_of_the_journal(make_folder, m3_convert, tmp_path, content: bytes) -> None:
-    folder = make_folder()
-    (tmp_path / "victim.part").write_bytes(b"keep")
-    (tmp_path / "out.gguf.journal").write_bytes(content)
-    outcome = m3_convert(folder, tmp_path / "out.gguf")
-    assert outcome.code == 2 and "out.gguf.journal: is not the journal of a conversion" in outcome.error
-    assert (tmp_path / "out.gguf.journal").read_bytes() == content
-    (tmp_path / "sub").mkdir()
-    shutil.move(tmp_path / "out.gguf.journal", tmp_path / "sub")
-    assert m3_convert(folder, tmp_path / "sub" / "out.gguf", "--restart").code == 0
-    assert names(tmp_path / "sub") == {"out.gguf"} and names(tmp_path) == {"victim.part"}
+@pytest.mark.parametrize("size", [0, 5, 1000, 100_000])
+def test_a_part_file_of_ones_own_needs_no_journal(interrupted, m3_convert, tmp_path, size: int) -> None:
+    (tmp_path / "out.gguf.journal").unlink()
+    os.truncate(tmp_path / "out.gguf.part", size)
+    assert m3_convert(interrupted, tmp_path / "out.gguf", *OPTIONS).code == 0
+    assert m3_convert(interrupted, tmp_path / "fresh.gguf", *OPTIONS).code == 0
+    assert (tmp_path / "out.gguf").read_bytes() == (tmp_path / "fresh.gguf").read_bytes()
+    assert names(tmp_path) == {"out.gguf", "fresh.gguf"}
+
+
+@pytest.mark.parametrize("kind", ["folder", "link", "dangling link"])
+def test_something_else_in_place_of_the_part_file(interrupted, m3_convert, tmp_path, kind: str) -> None:
+    part = tmp_path / "out.gguf.part"
+    (victim := tmp_path / "victim").write_text("precious")
+
+    def place() -> None:
+        if kind == "folder":
+            part.mkdir()
+        else:
+            part.symlink_to(victim if kind == "link" else "absent")
+
+    part.unlink()
+    place()
+    for with_journal in (True, False):
+        if not with_journal:
+            (tmp_path / "out.gguf.journal").unlink()
+        for options in ((), ("--restart",)):
+            outcome = m3_convert(interrupted, tmp_path / "out.gguf", *OPTIONS, *options)
+            assert outcome.code == 2 and outcome.error.endswith(
+                f"{part}: expected room for the file in progress, found a {kind.split()[-1]}; remove it or rename it"
+            )
+        assert victim.read_text() == "precious" and not (tmp_path / "absent").exists()
+
+
+@pytest.mark.parametrize("call", ["ftruncate", "unlink", "write", "fsync"])
+def test_stopped_while_it_starts_anew(interrupted, m3_convert, tmp_path, call: str) -> None:
+    """The part file of before is known for one's own as long as it is there."""
+    options, out = ("--type", "q4_0", "--restart"), tmp_path / "out.gguf"
+    before = {name: (tmp_path / name).read_bytes() for name in LEFT}
+    real = getattr(os, call)
+    for at in range(1, 4):
+        for name, content in before.items():
+            (tmp_path / name).write_bytes(content)
+        count = [0]
+
+        def stop(*arguments: Any, count: list[int] = count, at: int = at, **more: Any) -> Any:
+            count[0] += 1
+            if count[0] >= at:
+                raise KeyboardInterrupt
+            return real(*arguments, **more)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(journal.os, call, stop)
+            code = m3_convert(interrupted, out, *options).code
+        assert code in (0, 130)
+        assert m3_convert(interrupted, out, *options).code == 0 and names(tmp_path) == {"out.gguf"}
+        out.unlink()
 
 
 def test_a_journal_between_two_matrices_is_refused(interrupted, m3_convert, tmp_path) -> None:

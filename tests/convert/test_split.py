@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,14 @@ def test_sizes() -> None:
         2 * 10**9,
         3 * 10**6,
     ]
-    for text in ("", "0", "0G", "-1G", "1.5G", "40 G", "4T", "G", "1e9", "٣", "9" * 30):
-        with pytest.raises(InputError, match=r"--split-max-size .*: expected a number of bytes"):
+    assert parse_size("0" * 5000 + "7m") == 7 * 10**6 and parse_size(str(2**63 - 1)) == 2**63 - 1
+    for text in ("", "0", "00", "0G", "-1G", "1.5G", "40 G", "4T", "G", "1e9", "٣"):
+        with pytest.raises(InputError, match=r"--split-max-size .*: expected a number of bytes above 0"):
             parse_size(text)
+    for text in (str(2**63), "9" * 19 + "M", "9" * 30, "9" * 5000):
+        with pytest.raises(InputError, match=r"^--split-max-size 9[0-9M.]+: more than a file can have, expected") as e:
+            parse_size(text)
+        assert len(str(e.value)) < 130
 
 
 def test_files_are_llama_cpps(both) -> None:
@@ -62,8 +68,11 @@ def test_files_are_llama_cpps(both) -> None:
         assert a.tensor_type == b.tensor_type and list(a.shape) == list(b.shape) and np.array_equal(a.data, b.data)
     own = {"GGUF.version", "GGUF.tensor_count", "GGUF.kv_count"}
     split = {"split.no", "split.count", "split.tensors.count"}
+    id_ = readers[0].fields["m3.split.id"].contents()
+    assert len(id_) == 64 and int(id_, 16)
     for no, reader in enumerate(readers):
-        keys = set(reader.fields) - own
+        keys = set(reader.fields) - own - {"m3.split.id"}
+        assert reader.fields["m3.split.id"].contents() == id_
         assert keys == (set(reference.fields) - own) | split if no == 0 else keys == split
         values = {key: (reader.fields[key].contents(), reader.fields[key].types) for key in split}
         assert values == {
@@ -71,6 +80,53 @@ def test_files_are_llama_cpps(both) -> None:
             "split.count": (count, [gguf.GGUFValueType.UINT16]),
             "split.tensors.count": (len(reference.tensors), [gguf.GGUFValueType.INT32]),
         }
+
+
+def split_id(path: Path) -> str:
+    with GGUF(path) as model:
+        return str(model.metadata["m3.split.id"])
+
+
+def test_the_id_is_that_of_the_conversion(both, m3_convert, tmp_path) -> None:
+    _, paths = both
+    found = {"first": split_id(paths[0])}
+    size, source = ("--split-max-size", "130000"), tmp_path / "source"
+    for name, arguments in {
+        "again": (source, *OPTIONS),
+        "rule": (source, *OPTIONS, "--rule", "blk.1.attn_q.weight=q4_0"),
+        "type": (source, "--type", "q4_0"),
+    }.items():
+        assert m3_convert(arguments[0], tmp_path / f"{name}.gguf", *size, *arguments[1:]).code == 0
+        found[name] = split_id(sorted(tmp_path.glob(f"{name}-*"))[0])
+    shard = min(source.glob("*.safetensors"))
+    os.utime(shard, ns=(1, 1))
+    assert m3_convert(source, tmp_path / "copy.gguf", *size, *OPTIONS).code == 0
+    found["copy"] = split_id(sorted(tmp_path.glob("copy-*"))[0])
+    content = bytearray(shard.read_bytes())
+    at = 8 + int.from_bytes(content[:8], "little") + 1  # a bit of the first weight
+    content[at] ^= 1
+    shard.write_bytes(content)
+    assert m3_convert(source, tmp_path / "source.gguf", *size, *OPTIONS).code == 0
+    found["source"] = split_id(sorted(tmp_path.glob("source-*.gguf"))[0])
+    assert found.pop("again") == found.pop("copy") == found["first"]
+    assert len(set(found.values())) == len(found) == 4
+
+
+def test_files_of_two_models_are_no_model(both, make_folder, small, m3_convert, m3_check_selection, tmp_path) -> None:
+    """Of the same shape, names and number of files."""
+    whole, paths = both
+    other = tmp_path / "other" / "m3.gguf"
+    other.parent.mkdir()
+    folder = make_folder(replace(small, seed=8), name="tuned")
+    assert m3_convert(folder, other, "--split-max-size", "130000", *OPTIONS).code == 0
+    assert names(other.parent) == {p.name for p in paths}
+    paths[1].write_bytes((other.parent / paths[1].name).read_bytes())
+    says = f"{paths[1].name}: is of another conversion than {paths[0].name} (m3.split.id), expected files of one"
+    for path in (paths[0], paths[0].parent):
+        for outcome in (m3_convert(path, tmp_path / "out.gguf"), m3_check_selection(whole, path)):
+            assert outcome.code == 2 and outcome.error.endswith(says) and len(outcome.err.splitlines()) == 1
+    says = f"{paths[0].name}: is of another conversion than {paths[1].name} (m3.split.id), expected files of one"
+    assert m3_convert(paths[1], tmp_path / "out.gguf").error.endswith(says)
 
 
 def test_as_full_as_may_be(both) -> None:

@@ -13,10 +13,13 @@ static void make_shard(bytes *b, uint32_t no) {
   put(b, "GGUF", 4);
   put_u32(b, 3);
   put_u64(b, 1);
-  put_u64(b, no ? 3 : 4);
+  put_u64(b, no ? 4 : 5);
   put_key_u32(b, "split.no", no);
   put_key_u32(b, "split.count", N_FILES);
   put_key_u32(b, "split.tensors.count", N_FILES);
+  put_string(b, "m3.split.id");
+  put_u32(b, M3_KV_STRING);
+  put_string(b, "an id");
   if (!no) put_key_u32(b, "some.key", 7);
   char name[24];
   snprintf(name, sizeof name, "tensor%u", no);
@@ -37,7 +40,7 @@ static void check_good(const char *path) {
   m3_error err;
   m3_gguf *g;
   CHECK(m3_gguf_open(path, &g, &err) == M3_OK, "%s: %s", path, err.message);
-  CHECK(m3_gguf_n_files(g) == N_FILES && m3_gguf_n_tensors(g) == N_FILES && m3_gguf_n_kv(g) == 4, "counts");
+  CHECK(m3_gguf_n_files(g) == N_FILES && m3_gguf_n_tensors(g) == N_FILES && m3_gguf_n_kv(g) == 5, "counts");
   CHECK(m3_gguf_find_kv(g, "some.key") && !m3_gguf_file_name(g, -1) && !m3_gguf_file_name(g, N_FILES), "look-up");
   for (int i = 0; i < N_FILES; i++) {
     char name[24];

@@ -9,7 +9,7 @@ import pytest
 
 from m3_runtime.engine import GGUF, Model
 from m3_runtime.errors import InputError
-from native.hostile import U16, U32, U64, GGUFFile, Key, Tensor, model_file, small_file
+from native.hostile import STRING, U16, U32, U64, GGUFFile, Key, Tensor, model_file, small_file
 
 COUNT = 3
 
@@ -57,6 +57,16 @@ def test_any_file_or_the_folder_opens_all(tmp_path, opened: int | str) -> None:
             assert content[t.offset : t.offset + t.n_bytes] == bytes(gguf.tensor_data(t.name))
 
 
+@pytest.mark.parametrize("id_", ["", "abc"])
+def test_files_of_one_conversion(tmp_path, id_: str) -> None:
+    files = good()
+    ids(id_, id_, id_)(files)
+    for path in write(tmp_path, files):
+        with GGUF(path) as gguf:
+            assert len(gguf.tensors) == 4 and gguf.metadata["m3.split.id"] == id_
+            assert b"split" not in gguf.header()
+
+
 def test_in_the_working_folder(tmp_path, monkeypatch) -> None:
     write(tmp_path, good())
     monkeypatch.chdir(tmp_path)
@@ -102,7 +112,26 @@ def swap(files: list[GGUFFile]) -> None:
     files[1], files[2] = files[2], files[1]
 
 
+def ids(*values: object) -> Callable[[list[GGUFFile]], None]:
+    """m3.split.id of each file; None: it has none."""
+
+    def apply(files: list[GGUFFile]) -> None:
+        for i, value in enumerate(values):
+            if value is not None:
+                files[i] = files[i].with_keys(Key("m3.split.id", STRING if isinstance(value, str) else U32, value))
+
+    return apply
+
+
+OTHER_ID = r"m3-0000[123]-of-00003.gguf: is of another conversion than m3-00001-of-00003.gguf \(m3.split.id\)"
+
 HOSTILE = {
+    "other id": (ids("a", "a", "b"), OTHER_ID.replace("[123]", "3")),
+    "longer id": (ids("a", "ab", "a"), OTHER_ID),
+    "no id": (ids("a", None, "a"), OTHER_ID),
+    "an id": (ids(None, "a", "a"), OTHER_ID),
+    "an empty id": (ids(None, "", None), OTHER_ID),
+    "id is a number": (ids("a", 7, "a"), "00002-of-00003.gguf: key 'm3.split.id' has value type"),
     "wrong order": (swap, "-00002-of-00003.gguf: is file 3 of 3 of a split model, expected a name that ends in "),
     "count differs": (change(1, lambda f: f.with_keys(Key("split.count", U16, 2))), "is file 2 of 2 of a split model"),
     "count is 0": (

@@ -1,0 +1,192 @@
+"""Speed of a model at depth: prefill and decode behind a cache that holds so many tokens already."""
+
+import os
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from m3_runtime import memory
+from m3_runtime.engine import Memory, Model, Session, SessionOptions
+from m3_runtime.errors import InputError
+from m3_runtime.native import version
+from m3_runtime.quantize import type_name
+
+#: Called with what is being done ("prefill at 4096"), and with steps done and in all (see `Session.eval`).
+Progress = Callable[[str, int, int], None]
+
+_WARM_TOKENS = 64  #: of the prefill that comes before the measured ones at a depth
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """What is measured, and how."""
+
+    model: Path
+    depths: Sequence[int]  #: tokens in the cache before what is measured, ascending, each once
+    prefill: int  #: tokens of a measured prefill; 0: none is measured
+    decode: int  #: tokens of a measured decode, one by one; 0: none is measured
+    repeats: int  #: measured runs of each, at least 1
+    device: str
+    isa: str
+    threads: int
+    attention: str
+    kv_type: str
+    index_type: str
+    chunk: int  #: as in `SessionOptions`
+    seed: int  #: of the token ids
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Runs of one kind at one depth."""
+
+    test: str  #: "fill" (the prefill that grew the cache, measured once), "prefill" or "decode"
+    depth: int  #: tokens in the cache before
+    tokens: int  #: of each run
+    seconds: list[float]  #: of each run, in the order of the runs
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second of the median run."""
+        return self.tokens / statistics.median(self.seconds)
+
+    @property
+    def spread(self) -> float | None:
+        """Half the way from the fastest run to the slowest, over the median; None of a single run."""
+        if len(self.seconds) < 2:
+            return None
+        return (max(self.seconds) - min(self.seconds)) / 2 / statistics.median(self.seconds)
+
+    def as_json(self) -> dict[str, Any]:
+        rates = [self.tokens / s for s in self.seconds]
+        return {
+            "test": self.test,
+            "depth": self.depth,
+            "tokens": self.tokens,
+            "tokens_per_s": round(self.rate, 3),
+            "slowest": round(min(rates), 3),
+            "fastest": round(max(rates), 3),
+            "seconds": [round(s, 6) for s in self.seconds],
+        }
+
+
+class Bench:
+    """One run of the bench with an open model. Raises InputError if the file's context does not hold a depth, and
+    MachineError if memory does not hold the session."""
+
+    def __init__(self, options: BenchOptions, model: Model, load_seconds: float) -> None:
+        self._options = options
+        self._model = model
+        self._load_seconds = load_seconds
+        context = max(options.depths) + max(options.prefill, options.decode)
+        trained = model.hparams.context_train
+        if context > trained:
+            raise InputError(
+                f"--depth {max(options.depths)}: with the measured tokens that is {context}, "
+                f"the context of {model.path} holds {trained}"
+            )
+        self._context = context
+        self._session_options: SessionOptions = {
+            "context": context,
+            "kv_type": options.kv_type,
+            "index_type": options.index_type,
+            "attention": options.attention,
+            "threads": options.threads,
+            "chunk": options.chunk,
+        }
+        self.plan: Memory = model.memory(**self._session_options)
+        memory.check_session_fits(self.plan.total, context, memory.session_room())
+        # Any ids do: the work depends on how many tokens there are. Random ones choose other experts each.
+        self._ids: npt.NDArray[np.int32] = np.random.default_rng(options.seed).integers(
+            0, model.hparams.n_vocab, context, dtype=np.int32
+        )
+
+    def run(self, each: Callable[[Measurement], None], progress: Progress) -> list[Measurement]:
+        """Measures all depths in ascending order; `each` gets every measurement when it is there.
+
+        The cache grows from depth to depth by prefill, and is cut back to the depth after every run.
+        """
+        done: list[Measurement] = []
+
+        def add(measurement: Measurement) -> None:
+            done.append(measurement)
+            each(measurement)
+
+        options = self._options
+        with self._model.session(**self._session_options) as session:
+            for depth in options.depths:
+                before = session.length()
+                if depth > before:
+                    seconds = self._timed(session, before, depth, f"fill to {depth}", progress)
+                    add(Measurement("fill", before, depth - before, [seconds]))
+                if options.prefill:
+                    add(self._prefill(session, depth, progress))
+                if options.decode:
+                    add(self._decode(session, depth, progress))
+        return done
+
+    def _prefill(self, session: Session, depth: int, progress: Progress) -> Measurement:
+        n = self._options.prefill
+        what = f"prefill at {depth}"
+        self._timed(session, depth, depth + min(n, _WARM_TOKENS), what, progress)
+        seconds = []
+        for _ in range(self._options.repeats):
+            session.rewind(depth)
+            seconds.append(self._timed(session, depth, depth + n, what, progress))
+        session.rewind(depth)
+        return Measurement("prefill", depth, n, seconds)
+
+    def _decode(self, session: Session, depth: int, progress: Progress) -> Measurement:
+        n, repeats = self._options.decode, self._options.repeats
+        what = f"decode at {depth}"
+        self._timed(session, depth, depth + 1, what, progress)
+        seconds = []
+        for run in range(repeats):
+            session.rewind(depth)
+            start = time.perf_counter()
+            for i in range(depth, depth + n):
+                session.eval(self._ids[i : i + 1])
+            seconds.append(time.perf_counter() - start)
+            progress(what, run + 1, repeats)
+        session.rewind(depth)
+        return Measurement("decode", depth, n, seconds)
+
+    def _timed(self, session: Session, first: int, end: int, what: str, progress: Progress) -> float:
+        start = time.perf_counter()
+        session.eval(self._ids[first:end], progress=lambda done, total: progress(what, done, total))
+        return time.perf_counter() - start
+
+    def report(self, measurements: Sequence[Measurement]) -> dict[str, Any]:
+        """What --json prints; README documents the keys."""
+        options, model = self._options, self._model
+        sizes: Counter[str] = Counter()
+        for tensor in model.gguf.tensors:
+            sizes[type_name(tensor.type)] += tensor.n_bytes
+        return {
+            "version": version(),
+            "file": model.path,
+            "weight_types": dict(sizes.most_common()),
+            "device": model.backend_name,
+            "isa": model.isa_name,
+            "threads": options.threads or len(os.sched_getaffinity(0)),
+            "attention": options.attention,
+            "kv_type": options.kv_type,
+            "index_type": options.index_type,
+            "context": self._context,
+            "load_s": round(self._load_seconds, 4),
+            "memory": {
+                "weights_bytes": model.weight_bytes,
+                "kv_bytes": self.plan.kv_bytes,
+                "index_bytes": self.plan.index_bytes,
+                "scratch_bytes": self.plan.scratch_bytes,
+                "peak_rss_bytes": memory.peak_resident_bytes(),
+            },
+            "measurements": [m.as_json() for m in measurements],
+        }
