@@ -1,6 +1,5 @@
 """The bytes of every planned tensor as they stand in the file, made a few MiB at a time."""
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,6 +29,7 @@ from m3_convert.shards import Shards
 from m3_convert.tensor_map import SourceMatrix
 from m3_runtime.errors import InputError, M3Error, MachineError
 from m3_runtime.interrupts import hold_signals
+from m3_runtime.native import default_threads
 from m3_runtime.quantize import TensorType, quantize_rows, row_bytes
 
 SLAB_ELEMENTS: Final = 1 << 20  #: elements that a thread has in work at a time: 4 MiB as float32
@@ -68,7 +68,7 @@ class Encoder:
         self, threads: int = 0, importance: ImportanceMatrix | None = None, shards: Shards | None = None
     ) -> None:
         self._importance = importance
-        self._threads = min(threads or len(os.sched_getaffinity(0)), MAX_THREADS)
+        self._threads = min(threads or default_threads(), MAX_THREADS)
         self._reader = SourceReader(shards)
         self._pool = ThreadPoolExecutor(self._threads)
 

@@ -128,7 +128,11 @@ int32_t m3_abi_version(void);
 /* Program version, "major.minor.patch"; static storage. */
 const char *m3_version(void);
 
-/* Most threads that an n_threads may ask for: the number of cores, or M3_FEW_THREADS on a machine with fewer. A thread
+/* Threads that an n_threads of 0 stands for, "all cores": the physical cores that this process may run on (hardware
+ * threads of one core slow each other down here), or fewer where a control group gives it less time. */
+int32_t m3_default_threads(void);
+
+/* Most threads that an n_threads may ask for: the processors, or M3_FEW_THREADS on a machine with fewer. A thread
  * that cannot be created ends the process inside the OpenMP runtime, where no error can be returned. */
 int32_t m3_max_threads(void);
 
@@ -155,7 +159,7 @@ typedef struct m3_row_set {
   float *values;     /* [n_rows, n_per_row] */
   void *data;        /* [n_rows, m3_row_bytes(type, n_per_row)]; an even address, of F32 a multiple of 4 (MXFP4: any) */
   int64_t data_bytes; /* size of data; must be that product */
-  int32_t n_threads;  /* 0 takes all cores (see m3_max_threads) */
+  int32_t n_threads;  /* 0 takes all cores (see m3_default_threads, m3_max_threads) */
   /* [n_per_row] weights of the squared error of each column, the same for every row; finite, at least 0. NULL: all
    * equal, which a block whose weights are all 0 falls back to. Types that only round take no notice of it, nor does
    * m3_dequantize. */
@@ -340,7 +344,7 @@ typedef struct m3_session_options {
   int32_t kv_type;     /* F32 (which is 0), F16, BF16, or Q8_0 and Q4_0 where 32 divides head_dim */
   int32_t index_type;  /* the same for index_dim */
   int32_t attention;   /* an m3_attention */
-  int32_t n_threads;   /* 0 takes all cores (see m3_max_threads). The result does not depend on it */
+  int32_t n_threads;   /* 0 takes all cores (see m3_default_threads). The result does not depend on it */
   int32_t chunk;       /* rows evaluated together, 0 is 512. The result does not depend on it */
   int32_t layer_first; /* layers [layer_first, layer_first + layer_count); a count of 0 is all from layer_first. A */
   int32_t layer_count; /* window at n_layer has no layer: hidden states go through output norm and head only */

@@ -1,6 +1,5 @@
 """Speed of a model at depth: prefill and decode behind a cache that holds so many tokens already."""
 
-import os
 import statistics
 import time
 from collections import Counter
@@ -15,7 +14,7 @@ import numpy.typing as npt
 from m3_runtime import memory
 from m3_runtime.engine import Memory, Model, Session, SessionOptions
 from m3_runtime.errors import InputError
-from m3_runtime.native import version
+from m3_runtime.native import default_threads, version
 from m3_runtime.quantize import type_name
 
 #: Called with what is being done ("prefill at 4096"), and with steps done and in all (see `Session.eval`).
@@ -175,7 +174,7 @@ class Bench:
             "weight_types": dict(sizes.most_common()),
             "device": model.backend_name,
             "isa": model.isa_name,
-            "threads": options.threads or len(os.sched_getaffinity(0)),
+            "threads": options.threads or default_threads(),
             "attention": options.attention,
             "kv_type": options.kv_type,
             "index_type": options.index_type,

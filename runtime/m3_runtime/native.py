@@ -91,3 +91,8 @@ def size_of(struct: str) -> int:
 def version() -> str:
     """Version of the engine, "major.minor.patch"."""
     return text(lib.m3_version())
+
+
+def default_threads() -> int:
+    """CPU threads that a number of 0 stands for."""
+    return int(lib.m3_default_threads())

@@ -1,7 +1,6 @@
 """One run of m3-run: a model, a memory plan, a session, and then an answer or a chat."""
 
 import json
-import os
 import sys
 import time
 from collections import Counter
@@ -17,7 +16,7 @@ from m3_runtime.engine import Memory, Model, SessionOptions
 from m3_runtime.errors import ContextError, ExitCode, InputError
 from m3_runtime.generate import Answer, FinishReason, Generator, Prompt
 from m3_runtime.gguf_reader import gguf_files
-from m3_runtime.native import version
+from m3_runtime.native import default_threads, version
 from m3_runtime.quantize import type_name
 from m3_runtime.reply import opens_thinking
 from m3_runtime.sampler import Sampler, SamplerOptions, new_seed
@@ -84,7 +83,7 @@ class Run:
             self._format = ChatFormat(template, self._tokenizer, options.thinking)
         self._sampling = replace(SamplerOptions.from_metadata(metadata), **options.sampling)  # type: ignore[arg-type]
         self._seed = new_seed() if options.seed is None else options.seed
-        self._threads = options.threads or len(os.sched_getaffinity(0))
+        self._threads = options.threads or default_threads()
         self._load_seconds = time.perf_counter() - start
 
     def execute(self) -> ExitCode:

@@ -13,7 +13,6 @@ with batches of 512. Growing the cache is measured once.
 import argparse
 import csv
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -128,12 +127,8 @@ class Worker:
     """A program in a process of its own."""
 
     def __init__(self, python: str, kind: str, path: Path, context: int, threads: int) -> None:
-        # Threads of the program that has nothing to do must not take the cores from the other.
-        environment = os.environ | {"OMP_WAIT_POLICY": "passive"}
         line = [python, __file__, "--worker", kind, str(path), str(context), str(threads)]
-        self._process = subprocess.Popen(
-            line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
+        self._process = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def ask(self, *command: Any) -> float:
         assert self._process.stdin and self._process.stdout
@@ -213,6 +208,12 @@ def llama_version(python: str) -> str:
 
 
 def main() -> None:
+    # Here: the process of llama.cpp, which reads this file too, may have none of them.
+    from quantize import processor
+
+    from m3_runtime import Model
+    from m3_runtime.native import default_threads
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--llama", default=sys.executable, help="a Python that has llama-cpp-python")
@@ -220,13 +221,9 @@ def main() -> None:
     parser.add_argument("--prefill", type=int, default=512)
     parser.add_argument("--decode", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--threads", type=int, default=default_threads())
     parser.add_argument("--csv", type=Path)
     arguments = parser.parse_args()
-    from quantize import processor
-
-    from m3_runtime import Model
-
     header = f"# {processor()}; m3-gguf {version('m3-gguf')}; llama-cpp-python {llama_version(arguments.llama)}"
     print(header)
     print("  ".join(f"{column:>14}" for column in COLUMNS))
