@@ -1,12 +1,18 @@
 """Disk space that files will take, and whether it is there before they are written."""
 
+import errno
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from m3_convert.progress import format_bytes
 from m3_runtime.errors import MachineError
+
+#: Numbers of an OSError for want of space. EFBIG: the limit of the file system or of the shell (ulimit -f).
+DISK_FULL: Final = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+DISK_FAULTS: Final = DISK_FULL | {errno.EIO}  #: numbers of an OSError that the machine is to blame for
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,13 @@
 """Writing of the file: to OUT.part, checked against the plan, and only then renamed to OUT.
 
 A conversion that ends before its time leaves OUT.part and OUT.journal, from which the next run goes on (see `journal`),
-and with --discard-source OUT.source (see `passing_shards`).
+and with --discard-source OUT.source (see `temporary_shards`).
 """
 
 import contextlib
 import errno
 import os
 import shutil
-import stat
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -18,12 +17,12 @@ from functools import partial
 from pathlib import Path
 
 from m3_convert.decode import SourceLostError
-from m3_convert.disk_room import Room, check_rooms
+from m3_convert.disk_room import DISK_FULL, Room, check_rooms
 from m3_convert.encode import Encoder
 from m3_convert.gguf_file import OutputFile
 from m3_convert.journal import JOURNAL_SUFFIX, Journal, basis_of
-from m3_convert.output_file import check_apart
-from m3_convert.part_file import DamagedError, PartFile, check_parts, part_path
+from m3_convert.output_file import output_path, part_path
+from m3_convert.part_file import DamagedError, PartFile, check_parts
 from m3_convert.plan import Plan
 from m3_convert.progress import format_bytes, progress
 from m3_convert.shard_order import ReleasePoints, ShardOrder
@@ -43,19 +42,8 @@ class Result:
 
 
 def check_output(plan: Plan, out: Path) -> Path:
-    """The path that OUT stands for, links followed. Raises InputError if no file can be put there.
-
-    An existing file is allowed: it is replaced by the finished one in one step.
-    """
-    target = Path(os.path.realpath(out))
-    if target.is_dir():
-        raise InputError(f"{out}: expected a file name for the GGUF, found a folder")
-    if not target.parent.is_dir():
-        raise InputError(f"{out}: its folder {target.parent} does not exist")
-    if target.exists() and not stat.S_ISREG(target.stat().st_mode):
-        raise InputError(f"{out}: expected a file, found a device or pipe")
-    check_apart(out, target, (*plan.source.files, *plan.inputs))
-    return target
+    """The path that OUT stands for, links followed. Raises InputError if no file can be put there."""
+    return output_path(out, "the GGUF", (*plan.source.files, *plan.inputs))
 
 
 def free_bytes(targets: Sequence[Path]) -> int:
@@ -165,8 +153,7 @@ def _keeping(journal: Journal, files: Sequence[OutputFile], supply: Supply) -> I
 
 def _write_error(path: Path, error: OSError, *, kept: bool) -> M3Error:
     nothing = "" if kept else "; nothing was kept"
-    # EFBIG: the limit of the file system or of the shell (ulimit -f).
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if error.errno in DISK_FULL:
         return MachineError(f"{path}: the disk is full or the file too large for it: {error.strerror}{nothing}")
     if error.errno == errno.EIO:
         return MachineError(f"{path}: the disk failed: {error.strerror}{nothing}")

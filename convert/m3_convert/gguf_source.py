@@ -19,7 +19,10 @@ from m3_runtime.errors import InputError
 from m3_runtime.gguf_reader import Tensor, is_split_key
 from m3_runtime.quantize import TensorType, type_name
 
-DEQUANTIZED: Final = "m3.dequantized"  #: key: which tensors hold values of a type below Q8_0 in a larger one
+# Keys by which a file tells what its values have lost; `metadata` says what they hold.
+LOSSY_INDEXER: Final = "m3.indexer_lossy"
+REQUANTIZED: Final = "m3.requantized"
+DEQUANTIZED: Final = "m3.dequantized"
 
 
 @dataclass(frozen=True)

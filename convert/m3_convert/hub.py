@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from m3_convert.background import in_order
-from m3_convert.hub_failure import is_transient, refusal, retried, said
+from m3_convert.hub_failure import error_text, hub_error, is_transient, retried
 from m3_runtime.errors import InputError
 
 CONFIG_NAME: Final = "config.json"
@@ -94,8 +94,8 @@ def _listing(hub_id: str) -> tuple[str, dict[str, RepositoryFile]]:
         raise _UnreachableError("HF_HUB_OFFLINE is set") from error
     except Exception as error:
         if is_transient(error):
-            raise _UnreachableError(f"the Hub cannot be reached: {said(error)}") from error
-        raise refusal(hub_id, error) from error
+            raise _UnreachableError(f"the Hub cannot be reached: {error_text(error)}") from error
+        raise hub_error(hub_id, error) from error
     files = {}
     for entry in info.siblings or ():
         name, digest = entry.rfilename, entry.lfs.sha256 if entry.lfs else entry.blob_id
@@ -125,7 +125,7 @@ def _get_small_files(hub_id: str, files: Iterable[str]) -> Path:
         for _ in in_order(get, small, REQUESTS):
             pass
     except Exception as error:
-        raise refusal(hub_id, error) from error
+        raise hub_error(hub_id, error) from error
     return snapshot
 
 

@@ -1,6 +1,5 @@
 """What goes wrong between this machine and the Hub: tried again if that may help, else said in one line."""
 
-import errno
 import re
 import threading
 import time
@@ -8,6 +7,7 @@ from collections.abc import Callable
 from typing import Final, TypeVar
 
 from m3_convert.background import StoppedError
+from m3_convert.disk_room import DISK_FULL
 from m3_runtime.command import one_line
 from m3_runtime.errors import InputError, M3Error, MachineError
 
@@ -71,7 +71,7 @@ def is_transient(error: BaseException | None) -> bool:
     return isinstance(error, http_error | RuntimeError) or (isinstance(error, OSError) and error.errno is None)
 
 
-def said(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """What the Hub or the network gave, in a few words on one line."""
     cause = error.__cause__
     if _status(error) is None and cause is not None and (_status(cause) is not None or is_transient(cause)):
@@ -85,30 +85,30 @@ def said(error: BaseException) -> str:
     return f"{type(error).__name__}: {text:.200}" if text else type(error).__name__
 
 
-def refusal(name: str, error: Exception) -> M3Error:
+def hub_error(name: str, error: Exception) -> M3Error:
     """The error to raise in place of one of huggingface_hub, for the repository or file `name`: what to do, in one
     line."""
     from huggingface_hub import constants
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     log_in = "`hf auth login` or a token in HF_TOKEN"
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if isinstance(error, OSError) and error.errno in DISK_FULL:
         return MachineError(f"{name}: the disk of the Hub's cache is full: {error}")
     if isinstance(error, OSError) and error.errno is not None:
         return InputError(f"{name}: the Hub's cache: {error}")
     if isinstance(error, GatedRepoError):
         return InputError(
             f"{name}: access has to be asked for on its page ({constants.ENDPOINT}/{name}), and needs {log_in} "
-            f"(the Hub gave: {said(error)})"
+            f"(the Hub gave: {error_text(error)})"
         )
     if isinstance(error, RepositoryNotFoundError):
         return InputError(
             f"{name}: no such folder, and no such repository on the Hub; a private one needs {log_in} "
-            f"(the Hub gave: {said(error)})"
+            f"(the Hub gave: {error_text(error)})"
         )
     if _status(error) in (401, 403):
-        return InputError(f"{name}: the Hub gives no access; it needs {log_in} (the Hub gave: {said(error)})")
-    return InputError(f"{name}: no such folder, and the Hub gave: {said(error)}")
+        return InputError(f"{name}: the Hub gives no access; it needs {log_in} (the Hub gave: {error_text(error)})")
+    return InputError(f"{name}: no such folder, and the Hub gave: {error_text(error)}")
 
 
 def _status(error: BaseException) -> int | None:

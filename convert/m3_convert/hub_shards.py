@@ -14,7 +14,7 @@ from m3_convert.checkpoint import Checkpoint, CheckpointFiles, SourceTensor, loa
 from m3_convert.decode import SourceLostError
 from m3_convert.disk_room import Room
 from m3_convert.hub import REQUESTS, Repository, RepositoryFile
-from m3_convert.hub_failure import refusal, retried, said
+from m3_convert.hub_failure import error_text, hub_error, retried
 from m3_convert.hub_file import HubFile, RangeError
 from m3_convert.progress import DownloadLines, Downloads, format_bytes
 from m3_runtime.command import one_line
@@ -70,7 +70,7 @@ class HubShards:
         file = self.file(shard)
         return [file.size, file.digest]
 
-    def content(self, tensors: Sequence[SourceTensor]) -> str:
+    def content_hash(self, tensors: Sequence[SourceTensor]) -> str:
         """Of the digests of the shards, which the Hub tells: not what a copy on this machine gives."""
         digests = {tensor.shard.name: self.file(tensor.shard).digest for tensor in tensors}
         return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
@@ -181,17 +181,17 @@ class HubShards:
         try:
             return HubFile(self.repository, file).read(start, n)
         except Exception as error:
-            raise lost(f"{self.repository.id}/{file.name}", error) from error
+            raise download_error(f"{self.repository.id}/{file.name}", error) from error
 
 
-def lost(name: str, error: Exception) -> InputError | MachineError:
+def download_error(name: str, error: Exception) -> InputError | MachineError:
     """The error of a shard that could not be downloaded."""
-    known = refusal(name, error)
+    known = hub_error(name, error)
     if isinstance(known, MachineError):
         return known
     if isinstance(error, RangeError):
         return SourceLostError(f"{name}: {error}")
-    return SourceLostError(f"{name}: cannot be downloaded, the Hub gave: {said(error)}")
+    return SourceLostError(f"{name}: cannot be downloaded, the Hub gave: {error_text(error)}")
 
 
 def wrong_digest(shard: Path, file: RepositoryFile, found: str) -> str:
@@ -211,7 +211,7 @@ def _to_cache(repository: Repository, file: RepositoryFile, bar: type[Any], *, a
     try:
         return Path(retried(attempt))
     except Exception as error:
-        raise lost(f"{repository.id}/{file.name}", error) from error
+        raise download_error(f"{repository.id}/{file.name}", error) from error
 
 
 def _bar_class(advance: Callable[[int], None]) -> type[Any]:

@@ -6,19 +6,20 @@ experts of a stacked weight, else 1. A GGUF drops trailing dimensions of 1. Its 
 whole weight and is read too.
 """
 
-import errno
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from gguf import GGUFWriter
 
+from m3_convert.disk_room import DISK_FAULTS
 from m3_convert.imatrix_dat import is_gguf, read_dat
+from m3_convert.output_file import part_path
 from m3_runtime.errors import InputError, MachineError
 from m3_runtime.gguf_reader import GGUF, Tensor
 from m3_runtime.quantize import TensorType, type_name
@@ -28,8 +29,6 @@ Shape: TypeAlias = tuple[int, int]  #: matrices of a weight, columns of each
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
 _DATASETS, _CHUNK_COUNT, _CHUNK_SIZE = "imatrix.datasets", "imatrix.chunk_count", "imatrix.chunk_size"
-PART_SUFFIX: Final = ".part"
-_NO_ROOM: Final = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO))
 
 
 @dataclass(frozen=True)
@@ -178,7 +177,7 @@ class ImportanceMatrix:
         """
         for name, entry in self.entries.items():
             _check_values(f"{self.name}: {name}", entry)
-        part = path.with_name(path.name + PART_SUFFIX)
+        part = part_path(path)
         try:
             self._write(part)
             with part.open("rb") as file:
@@ -189,7 +188,7 @@ class ImportanceMatrix:
             part.unlink(missing_ok=True)
             if isinstance(error, OSError):
                 # NumPy says of a short write only that it was one.
-                full = error.errno is None or error.errno in _NO_ROOM
+                full = error.errno is None or error.errno in DISK_FAULTS
                 kind = MachineError if full else InputError
                 why = error.strerror or f"the disk is full: {error}"
                 raise kind(f"{part}: cannot be written: {why}; nothing was kept") from error
@@ -254,8 +253,8 @@ def _entry(gguf: GGUF, name: str, tensors: Mapping[str, Tensor], weight: str) ->
         if weight + end not in tensors:
             raise InputError(f"{name}: {weight}{other} has no {weight}{end} beside it")
     sums, counts = tensors[weight + _SUMS], tensors[weight + _COUNTS]
-    n_in, n_matrix = _two(sums, name)
-    one, n_counts = _two(counts, name)
+    n_in, n_matrix = _dimensions(sums, name)
+    one, n_counts = _dimensions(counts, name)
     # Trailing dimensions of 1 are dropped, leading ones are not.
     if one != 1 or n_counts not in (1, n_matrix):
         raise InputError(f"{name}: {counts.name} has shape {one}x{n_counts}, expected 1x{n_matrix}")
@@ -264,7 +263,7 @@ def _entry(gguf: GGUF, name: str, tensors: Mapping[str, Tensor], weight: str) ->
     return entry
 
 
-def _two(tensor: Tensor, name: str) -> tuple[int, int]:
+def _dimensions(tensor: Tensor, name: str) -> tuple[int, int]:
     if tensor.type != TensorType.F32:
         raise InputError(f"{name}: {tensor.name} is {type_name(tensor.type)}, expected F32")
     ne = (*tensor.ne, 1, 1, 1)

@@ -18,11 +18,11 @@ from typing import Any, Final, Self
 
 from m3_convert.checkpoint import listed
 from m3_convert.gguf_file import OutputFile
+from m3_convert.output_file import part_path
 from m3_convert.plan import Plan, PlannedTensor
 from m3_runtime.errors import InputError
 from m3_runtime.native import LIBRARY_FOLDER, version
 
-PART_SUFFIX: Final = ".part"
 JOURNAL_SUFFIX: Final = ".journal"
 MAX_BYTES: Final = 1 << 24  #: of a journal: a line for each quarter of a GiB stays far below
 
@@ -66,7 +66,7 @@ def basis_of(plan: Plan, files: Sequence[OutputFile]) -> Basis:
     for file in files:
         contents.update(file.header)
         for tensor in file.tensors:
-            contents.update(json.dumps(_identity(tensor)).encode())
+            contents.update(json.dumps(_layout(tensor)).encode())
     return Basis(
         program=f"{version()}, library {library_hash()[:12]}",
         source={shard.name: plan.source.shards.identity(shard) for shard in sorted(shards)},
@@ -212,7 +212,7 @@ class Journal:
 
     def _remove_parts(self, files: Collection[str]) -> None:
         for name in files:
-            self.path.with_name(name + PART_SUFFIX).unlink(missing_ok=True)
+            part_path(self.path.with_name(name)).unlink(missing_ok=True)
 
     def _append(self, line: bytes) -> None:
         view = memoryview(line)
@@ -247,7 +247,7 @@ def _is_valid(basis: Basis) -> bool:
     )
 
 
-def _identity(tensor: PlannedTensor) -> list[Any]:
+def _layout(tensor: PlannedTensor) -> list[Any]:
     sources = [
         [t.name, t.dtype, list(t.shape), t.shard.name, t.offset] for matrix in tensor.matrices for t in matrix.sources
     ]

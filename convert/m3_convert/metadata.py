@@ -25,9 +25,9 @@ from gguf.gguf_writer import GGUFValue
 
 from m3_convert.checkpoint import Checkpoint
 from m3_convert.config import ModelConfig
-from m3_convert.gguf_source import DEQUANTIZED, GgufSource
+from m3_convert.gguf_source import DEQUANTIZED, LOSSY_INDEXER, REQUANTIZED, GgufSource
 from m3_convert.json_file import read_object
-from m3_convert.plan import LOSSY_INDEXER, REQUANTIZED, Plan
+from m3_convert.plan import Plan
 from m3_convert.vocabulary import Vocabulary, load_vocabulary
 from m3_runtime.errors import InputError
 
@@ -39,21 +39,24 @@ U32, F32, BOOL = GGUFValueType.UINT32, GGUFValueType.FLOAT32, GGUFValueType.BOOL
 #: Key to value with its GGUF type, in the order of the file.
 Metadata = Mapping[str, GGUFValue]
 
+_RECIPE_NAME, _RECIPE, _RECIPE_SHA256, _RULES = "m3.recipe_name", "m3.recipe", "m3.recipe_sha256", "m3.rules"
+_IMATRIX_FILE, _IMATRIX_DATASET = "quantize.imatrix.file", "quantize.imatrix.dataset"
+_IMATRIX_ENTRIES, _IMATRIX_CHUNKS = "quantize.imatrix.entries_count", "quantize.imatrix.chunks_count"
 
 # What a conversion decides anew; the plan knows what the source says of losses.
 _CHOICE_KEYS: Final = frozenset(
     (
-        "m3.recipe_name",
-        "m3.recipe",
-        "m3.recipe_sha256",
-        "m3.rules",
+        _RECIPE_NAME,
+        _RECIPE,
+        _RECIPE_SHA256,
+        _RULES,
         LOSSY_INDEXER,
         REQUANTIZED,
         DEQUANTIZED,
-        "quantize.imatrix.file",
-        "quantize.imatrix.dataset",
-        "quantize.imatrix.entries_count",
-        "quantize.imatrix.chunks_count",
+        _IMATRIX_FILE,
+        _IMATRIX_DATASET,
+        _IMATRIX_ENTRIES,
+        _IMATRIX_CHUNKS,
     )
 )
 
@@ -76,7 +79,7 @@ def template_notes(metadata: Metadata) -> tuple[str, ...]:
 
 def carried_metadata(plan: Plan, source: GgufSource) -> Metadata:
     """The keys of a GGUF file, with those that tell of its types made anew if any of them changes."""
-    if plan.as_it_was:
+    if plan.keeps_bytes:
         lossy = {LOSSY_INDEXER: GGUFValue(True, BOOL)} if plan.lossy_indexer else {}
         return MappingProxyType({**source.metadata, **lossy})
     writer = GGUFWriter(None, ARCHITECTURE)
@@ -144,13 +147,12 @@ def _add_general(writer: GGUFWriter, plan: Plan, checkpoint: Checkpoint) -> None
     if (folder / "generation_config.json").exists():
         read_object(folder / "generation_config.json")  # the library would pass over a broken one
     counts = parameter_counts(plan)
-    found = gguf.Metadata
     try:
-        card = found.load_model_card(folder)
+        card = gguf.Metadata.load_model_card(folder)
         # The name alone stands for the folder: that of a Hub download is a commit hash.
         name = Path(checkpoint.name.rpartition("/")[2])
-        general = found.apply_metadata_heuristic(found(), card, config, name, counts[0])
-        sampling = found.load(model_path=folder)
+        general = gguf.Metadata.apply_metadata_heuristic(gguf.Metadata(), card, config, name, counts[0])
+        sampling = gguf.Metadata.load(model_path=folder)
     except Exception as error:  # a model card is YAML of any shape, and the library checks little of it
         raise InputError(
             f"{folder / 'README.md'}: model card cannot be read: {type(error).__name__}: {error}"
@@ -180,11 +182,11 @@ def parameter_counts(plan: Plan) -> tuple[int, int, int, int]:
 def _add_choice(writer: GGUFWriter, plan: Plan) -> None:
     recipe = plan.choice.recipe
     if recipe:
-        writer.add_string("m3.recipe_name", recipe.name)
-        writer.add_string("m3.recipe", recipe.text)
-        writer.add_string("m3.recipe_sha256", recipe.sha256)
+        writer.add_string(_RECIPE_NAME, recipe.name)
+        writer.add_string(_RECIPE, recipe.text)
+        writer.add_string(_RECIPE_SHA256, recipe.sha256)
     if plan.choice.rules:
-        writer.add_array("m3.rules", [str(rule) for rule in plan.choice.rules])
+        writer.add_array(_RULES, [str(rule) for rule in plan.choice.rules])
     if plan.lossy_indexer:
         writer.add_bool(LOSSY_INDEXER, True)
     if plan.requantized:
@@ -192,10 +194,10 @@ def _add_choice(writer: GGUFWriter, plan: Plan) -> None:
     if plan.dequantized:
         writer.add_array(DEQUANTIZED, [f"{name}={type_}" for name, type_ in plan.dequantized.items()])
     if (matrix := plan.importance) is not None:  # keys of llama.cpp
-        writer.add_string("quantize.imatrix.file", Path(matrix.name).name)
-        writer.add_string("quantize.imatrix.dataset", ", ".join(matrix.datasets))
-        writer.add_uint32("quantize.imatrix.entries_count", len(matrix.entries))
-        writer.add_uint32("quantize.imatrix.chunks_count", matrix.chunk_count)
+        writer.add_string(_IMATRIX_FILE, Path(matrix.name).name)
+        writer.add_string(_IMATRIX_DATASET, ", ".join(matrix.datasets))
+        writer.add_uint32(_IMATRIX_ENTRIES, len(matrix.entries))
+        writer.add_uint32(_IMATRIX_CHUNKS, matrix.chunk_count)
 
 
 def _add_vocabulary(writer: GGUFWriter, vocabulary: Vocabulary) -> None:

@@ -4,7 +4,6 @@ The page holds everything it shows: no script, no font, image or style sheet fro
 forbids them to whatever text is in it.
 """
 
-import errno
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,13 +12,13 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from m3_convert import figure, notation
-from m3_convert.part_file import part_path
+from m3_convert.disk_room import DISK_FAULTS
+from m3_convert.output_file import part_path
 from m3_convert.progress import format_bytes, format_seconds
 from m3_runtime.errors import InputError, MachineError
 
 Json = Mapping[str, Any]
 
-_NO_ROOM = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO))
 _STATUS = {"passed": "Passed", "fell short": "Fell short", "reported": "Reported, no threshold set"}
 _COST = {
     "near-ties": "The blocks that changed were near-ties, and hardly anything comes of it.",
@@ -43,7 +42,7 @@ def write_page(report: Json, path: Path) -> None:
         finally:
             part.unlink(missing_ok=True)
     except OSError as error:
-        kind = MachineError if error.errno in _NO_ROOM else InputError
+        kind = MachineError if error.errno in DISK_FAULTS else InputError
         raise kind(f"{path}: the report cannot be written: {error.strerror}; nothing was kept") from error
 
 

@@ -7,7 +7,8 @@ from typing import Final
 
 from m3_convert.encode import Encoder
 from m3_convert.gguf_file import OutputFile
-from m3_convert.journal import PART_SUFFIX, Journal
+from m3_convert.journal import Journal
+from m3_convert.output_file import part_path
 from m3_convert.plan import PlannedTensor, aligned
 from m3_convert.shard_order import ReleasePoints
 from m3_runtime.errors import InputError
@@ -19,11 +20,6 @@ RECORD_BYTES: Final = 1 << 28
 
 class DamagedError(InputError):
     """A part file is not as the journal says."""
-
-
-def part_path(target: Path) -> Path:
-    """Where a file is written until it gets its name."""
-    return target.with_name(target.name + PART_SUFFIX)
 
 
 def check_parts(files: Sequence[OutputFile], begun: Collection[str]) -> None:

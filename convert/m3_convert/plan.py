@@ -7,11 +7,14 @@ from math import prod
 from pathlib import Path
 from typing import Any, Final
 
+from gguf import LlamaFileType
+
 from m3_convert.checkpoint import Checkpoint
-from m3_convert.gguf_source import GgufSource
+from m3_convert.gguf_source import DEQUANTIZED, LOSSY_INDEXER, REQUANTIZED, GgufSource
 from m3_convert.imatrix import Coverage, ImportanceMatrix
 from m3_convert.norms import check_norms
 from m3_convert.precision import (
+    FLOAT_TYPES,
     FULL_DTYPES,
     TypeChoice,
     always_f32,
@@ -26,37 +29,19 @@ from m3_convert.tensor_map import MappedTensor, SourceMatrix, map_tensors
 from m3_runtime.errors import InputError
 from m3_runtime.quantize import TensorType, row_bytes
 
-EXACT_TYPES = (TensorType.F32, TensorType.F16, TensorType.BF16)  #: rounded one by one: importance changes nothing
-LOSSY_INDEXER: Final = "m3.indexer_lossy"  #: key, see `metadata`
-REQUANTIZED: Final = "m3.requantized"  #: likewise
 ALIGNMENT = 32  #: bytes; the default of GGUF, which needs no key
 
-# general.file_type where no recipe says it: what most of the weights are. GGUF's numbers; where it has several for
-# mixtures around one type, the purest.
-FILE_TYPES = {
-    TensorType.F32: 0,
-    TensorType.F16: 1,
-    TensorType.Q4_0: 2,
-    TensorType.Q4_1: 3,
-    TensorType.Q8_0: 7,
-    TensorType.Q5_0: 8,
-    TensorType.Q5_1: 9,
-    TensorType.Q2_K: 10,
-    TensorType.Q3_K: 11,
-    TensorType.Q4_K: 14,
-    TensorType.Q5_K: 16,
-    TensorType.Q6_K: 18,
-    TensorType.IQ2_XXS: 19,
-    TensorType.IQ2_XS: 20,
-    TensorType.IQ3_XXS: 23,
-    TensorType.IQ1_S: 24,
-    TensorType.IQ4_NL: 25,
-    TensorType.IQ3_S: 26,
-    TensorType.IQ2_S: 28,
-    TensorType.IQ4_XS: 30,
-    TensorType.IQ1_M: 31,
-    TensorType.BF16: 32,
-    TensorType.MXFP4: 38,
+# Names of file types that are not "MOSTLY_" and the type: the purest where GGUF has several mixtures around one type.
+_FILE_TYPE_NAMES: Final = {
+    TensorType.F32: "ALL_F32",
+    TensorType.Q3_K: "MOSTLY_Q3_K_S",
+    TensorType.Q4_K: "MOSTLY_Q4_K_S",
+    TensorType.Q5_K: "MOSTLY_Q5_K_S",
+    TensorType.MXFP4: "MOSTLY_MXFP4_MOE",
+}
+#: general.file_type where no recipe says it, by what most of the weights are.
+FILE_TYPES: Final = {
+    type_: int(LlamaFileType[_FILE_TYPE_NAMES.get(type_, f"MOSTLY_{type_.name}")]) for type_ in TensorType
 }
 
 
@@ -135,7 +120,7 @@ class Plan:
     @property
     def lossy_indexer(self) -> bool:
         """True if index projections are rounded with nothing known of the loss, here or before."""
-        return self.said(LOSSY_INDEXER) or any(
+        return self.source_says(LOSSY_INDEXER) or any(
             self.rounds_index(t) or rounded(t.source_type) for t in self.tensors if is_index_projection(t.name)
         )
 
@@ -151,20 +136,20 @@ class Plan:
     @property
     def requantized(self) -> bool:
         """True if tensors were rounded twice, here or before."""
-        return self.said(REQUANTIZED) or bool(self.rounded_twice)
+        return self.source_says(REQUANTIZED) or bool(self.rounded_twice)
 
     @property
     def dequantized(self) -> dict[str, str]:
         """The type below Q8_0 that the values of a tensor had, of those that get a larger one, by name."""
         return {t.name: t.origin for t in self.tensors if t.origin and t.type.name in FULL_DTYPES}
 
-    def said(self, key: str) -> bool:
+    def source_says(self, key: str) -> bool:
         """True if the source is a GGUF file that says so of itself."""
         value = self.source.metadata.get(key) if isinstance(self.source, GgufSource) else None
         return value is not None and bool(value.value)
 
     @property
-    def as_it_was(self) -> bool:
+    def keeps_bytes(self) -> bool:
         """True if every tensor keeps the bytes of a GGUF file."""
         return isinstance(self.source, GgufSource) and all(t.source_type == t.type.name for t in self.tensors)
 
@@ -177,7 +162,7 @@ class Plan:
         shapes = {
             t.name: (len(t.matrices), t.shape[-1])
             for t in self.tensors
-            if t.type not in EXACT_TYPES and t.name != "token_embd.weight"
+            if t.type not in FLOAT_TYPES and t.name != "token_embd.weight"
         }
         fitted, coverage = matrix.fitted(shapes)
         return replace(self, importance=fitted, coverage=coverage)
@@ -264,11 +249,11 @@ def plan_conversion(source: Checkpoint | GgufSource, choice: TypeChoice | None =
     if isinstance(source, Checkpoint):
         check_norms(mapped, source.shards)
     plan = Plan(source, choice, tensors, tuple(left_out), (*source.warnings, *notes))
-    return replace(plan, warnings=(*plan.warnings, *_leave_notes(plan)))
+    return replace(plan, warnings=(*plan.warnings, *_loss_notes(plan)))
 
 
-def _leave_notes(plan: Plan) -> Iterator[str]:
-    """Leave that was given and changes nothing, and loss that no leave can undo."""
+def _loss_notes(plan: Plan) -> Iterator[str]:
+    """What --allow options do not change, and losses that they allow or that the source has already."""
     index = [t for t in plan.tensors if is_index_projection(t.name)]
     if plan.choice.allow_lossy_indexer and not any(plan.rounds_index(t) for t in index):
         yield "--allow-lossy-indexer changes nothing: no rule gives the index projections another type than F32"
@@ -277,12 +262,12 @@ def _leave_notes(plan: Plan) -> Iterator[str]:
         yield "--allow-requantize changes nothing: no tensor below Q8_0 gets another type"
     if twice:
         first = f"{twice[0].name}: {stored_as(twice[0].source_type, twice[0].origin)} -> {twice[0].type.name}"
-        yield f"{len(twice)} tensors that were below Q8_0 are rounded once more ({first}): the file says m3.requantized"
+        yield f"{len(twice)} tensors that were below Q8_0 are rounded once more ({first}): the file says {REQUANTIZED}"
     larger = [t for t in plan.tensors if t.name in plan.dequantized]
     if larger:
         yield (
             f"{len(larger)} tensors hold values of types below Q8_0 ({larger[0].name}: "
-            f"{stored_as(larger[0].type.name, larger[0].origin)}): the file says so (m3.dequantized)"
+            f"{stored_as(larger[0].type.name, larger[0].origin)}): the file says so ({DEQUANTIZED})"
         )
     lossy = [t for t in index if rounded(t.source_type)]
     other = "the file may read other blocks than the checkpoint; m3-check-selection tells"
@@ -291,8 +276,8 @@ def _leave_notes(plan: Plan) -> Iterator[str]:
             f"{len(lossy)} index projections of the source are rounded already ({lossy[0].name}: "
             f"{lossy[0].source_type}): {other}"
         )
-    elif plan.said(LOSSY_INDEXER):
-        yield f"index projections of the source were rounded before (m3.indexer_lossy): {other}"
+    elif plan.source_says(LOSSY_INDEXER):
+        yield f"index projections of the source were rounded before ({LOSSY_INDEXER}): {other}"
 
 
 def plan_tensors(

@@ -37,6 +37,7 @@ INDEX_PROJECTIONS: Final = "*.indexer.[qk]_proj.weight"
 #: 2^-14. The second lets values below that pass, which F16 holds to 2^-25, in rows that reach 2^-7.
 INDEXER_ERROR: Final = (2.0**-11, 2.0**-18)
 HALF_TYPES: Final = (TensorType.F16, TensorType.BF16)
+FLOAT_TYPES: Final = (TensorType.F32, *HALF_TYPES)  #: no blocks: importance changes nothing
 
 #: Source dtypes that hold a model as it was published, or nearly: what is made from them was rounded once.
 FULL_DTYPES: Final = ("F32", "BF16", "F16", FP8, "Q8_0")
@@ -136,7 +137,7 @@ def rounded(dtype: str) -> bool:
 def origin(tensor: MappedTensor) -> str:
     """The type below Q8_0 that the values were rounded to: the tensor's own, or the one that it had before by what its
     file says. Empty if there is none."""
-    return next((dtype for dtype in tensor.source_dtypes if dtype not in FULL_DTYPES), tensor.said_origin)
+    return next((dtype for dtype in tensor.source_dtypes if dtype not in FULL_DTYPES), tensor.declared_origin)
 
 
 def requantized(source_type: str, origin_: str, type_: TensorType) -> bool:
@@ -220,7 +221,7 @@ def _decide(
             if keep_index:
                 return Decision(source_precision(tensor.source_dtypes), _default(choice)[1])
             return Decision(TensorType.F32, "the default for index projections")
-        if rule.type not in (TensorType.F32, *HALF_TYPES) and not choice.allow_lossy_indexer:
+        if rule.type not in FLOAT_TYPES and not choice.allow_lossy_indexer:
             raise InputError(
                 f"{rule.label}: would make {name} {rule.type.name}: index projections choose the blocks that are read, "
                 "and below F16 and BF16 need --allow-lossy-indexer"

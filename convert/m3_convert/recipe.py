@@ -27,7 +27,7 @@ from typing import Any, Final
 
 import gguf
 
-from m3_convert.layer_range import LayerRange, parse_layers
+from m3_convert.layer_range import parse_layers
 from m3_convert.rules import ExpertRange, Rule, check_pattern
 from m3_convert.stored_name import stored_name
 from m3_runtime.errors import InputError
@@ -110,7 +110,7 @@ def parse_recipe(content: bytes, name: str, place: str = "") -> Recipe:
     label = f"{label}, line {line}"
     _check_keys(default, ("type", "why"), label)
     type_ = _default_type(_string(default, "type", label), label)
-    why = _string(default, "why", label) if "why" in default else ""
+    why = _optional(default, "why", label)
     reason = f"{label}: default = {AUTO if type_ is None else type_.name}{f' ({why})' if why else ''}"
     return Recipe(name, text, rules, type_, reason, _file_type(values, whole))
 
@@ -124,27 +124,24 @@ def _parse_rule(table: Mapping[str, Any], recipe: str, line: int) -> Rule:
     if not isinstance(table, dict):
         raise InputError(f"{label}: expected a [[rule]] table")
     _check_keys(table, _RULE_KEYS, label)
-    pattern = _string(table, "tensors", label)
-    type_name = _string(table, "type", label)
-    why = _string(table, "why", label) if "why" in table else ""
+    pattern, type_name = _string(table, "tensors", label), _string(table, "type", label)
+    layers, experts, why = (_optional(table, key, label) for key in ("layers", "experts", "why"))
     try:
         check_pattern(pattern)
-        type_ = TensorType.parse(type_name)
-        layers = _layers(table, label)
-        experts = _experts(table, label)
+        return Rule(
+            pattern=pattern,
+            type=TensorType.parse(type_name),
+            layers=parse_layers(layers) if layers else None,
+            experts=_parse_experts(experts) if experts else None,
+            recipe=recipe,
+            line=line,
+            why=why,
+        )
     except InputError as error:
-        raise InputError(f"{label}: {str(error).removeprefix(label + ': ')}") from None
-    return Rule(pattern, type_, layers, experts, recipe, line, why)
+        raise InputError(f"{label}: {error}") from None
 
 
-def _layers(table: Mapping[str, Any], label: str) -> LayerRange | None:
-    return parse_layers(_string(table, "layers", label)) if "layers" in table else None
-
-
-def _experts(table: Mapping[str, Any], label: str) -> ExpertRange | None:
-    if "experts" not in table:
-        return None
-    text = _string(table, "experts", label)
+def _parse_experts(text: str) -> ExpertRange:
     match = _EXPERTS.fullmatch(text)
     if match is None:
         raise InputError(f'experts {text!r}: expected a range such as "0-127"')
@@ -161,9 +158,9 @@ def _default_type(text: str, label: str) -> TensorType | None:
 
 
 def _file_type(values: Mapping[str, Any], label: str) -> int | None:
-    if "file_type" not in values:
+    text = _optional(values, "file_type", label)
+    if not text:
         return None
-    text = _string(values, "file_type", label)
     found: gguf.LlamaFileType | None = next(
         (t for t in gguf.LlamaFileType if t.name in (f"MOSTLY_{text.upper()}", f"ALL_{text.upper()}")), None
     )
@@ -185,3 +182,8 @@ def _string(table: Mapping[str, Any], key: str, label: str) -> str:
             f"{label}: {key}: expected a string, found {value!r}" if key in table else f"{label}: {key} is missing"
         )
     return value
+
+
+def _optional(table: Mapping[str, Any], key: str, label: str) -> str:
+    """Empty if the key is not there."""
+    return _string(table, key, label) if key in table else ""

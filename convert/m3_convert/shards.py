@@ -1,4 +1,8 @@
-"""Where the shards of a source come from: they lie on this machine, or are fetched when they are needed."""
+"""Where the shards of a source come from: they lie on this machine, or are fetched when they are needed.
+
+A source (`source`) has the shards it was opened with: LocalShards here, or `hub_shards` for the Hub. A conversion with
+--discard-source reads through `temporary_shards` in their place (see `supply`). `decode.SourceReader` reads from any.
+"""
 
 import hashlib
 from collections import defaultdict
@@ -24,7 +28,7 @@ class Shards(Protocol):
         """
         ...
 
-    def content(self, tensors: Sequence["SourceTensor"]) -> str:
+    def content_hash(self, tensors: Sequence["SourceTensor"]) -> str:
         """A hash of what the tensors hold, or of enough of it to tell models of one shape apart. It is the same for
         copies of them. Raises InputError as `identity` does."""
         ...
@@ -60,7 +64,7 @@ class LocalShards:
             raise InputError(f"{shard}: shard cannot be read: {error.strerror}") from error
         return [status.st_size, status.st_mtime_ns]
 
-    def content(self, tensors: Sequence["SourceTensor"]) -> str:
+    def content_hash(self, tensors: Sequence["SourceTensor"]) -> str:
         """Of the first bytes of every tensor: all of 800 GB would take an hour to read."""
         digest, by_shard = hashlib.sha256(), defaultdict[Path, list["SourceTensor"]](list)
         for tensor in tensors:

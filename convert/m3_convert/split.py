@@ -77,13 +77,13 @@ def shard_path(out: Path, no: int, count: int) -> Path:
 def split_id(plan: Plan, whole: OutputFile, sizes: Sequence[int]) -> str:
     """What m3.split.id says in the files of a conversion: 64 hexadecimal digits.
 
-    A hash of what the source's tensors hold (see `Shards.content`), of recipe and rules, of the metadata and of the
-    number of tensors in each file; not of names and times, so that a conversion that goes on, or is made once more of
-    a copy, gives the same. whole: the file of everything.
+    A hash of what the source's tensors hold (see `Shards.content_hash`), of recipe and rules, of the metadata and of
+    the number of tensors in each file; not of names and times, so that a conversion that goes on, or is made once more
+    of a copy, gives the same. whole: the file of everything.
     """
     basis = basis_of(plan, [whole])
     tensors = [source for tensor in plan.tensors for matrix in tensor.matrices for source in matrix.sources]
-    parts = [plan.source.shards.content(tensors), basis.rules, basis.contents, list(sizes)]
+    parts = [plan.source.shards.content_hash(tensors), basis.rules, basis.contents, list(sizes)]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 

@@ -1,4 +1,7 @@
-"""What a conversion reads from: shards that lie there, or that come from the Hub while it runs."""
+"""The shards of one run of a conversion: which are still to be read, which to be downloaded, and the disk they take.
+
+Of a source on this machine nothing is downloaded.
+"""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -6,10 +9,10 @@ from typing import Any
 
 from m3_convert.disk_room import Room, fits
 from m3_convert.hub_shards import HubShards
-from m3_convert.passing_shards import FOLDER_SUFFIX, PassingShards
 from m3_convert.progress import Downloads, format_bytes
 from m3_convert.shard_order import ShardOrder
 from m3_convert.shards import Shards
+from m3_convert.temporary_shards import FOLDER_SUFFIX, TemporaryShards
 from m3_runtime.errors import InputError
 
 
@@ -30,7 +33,7 @@ class Demand:
 
 
 class Supply:
-    """The shards of one run. Nothing is written, removed or downloaded before `begin`.
+    """The shards that one run reads, in their order. Nothing is written, removed or downloaded before `begin`.
 
     order: what is left to be read. target: the output. discard: shards are kept beside the output, and only while they
     are needed; they must be on the Hub (see `check_discardable`).
@@ -41,23 +44,23 @@ class Supply:
         self.name = target.name  #: of the output, for messages
         self._folder = target.with_name(target.name + FOLDER_SUFFIX)
         self._hub = shards if isinstance(shards, HubShards) else None
-        self._passing: PassingShards | None = None
+        self._temporary: TemporaryShards | None = None
         if discard:
             assert self._hub is not None, "see check_discardable"
-            self.shards = self._passing = PassingShards(self._hub, self._folder, order)
+            self.shards = self._temporary = TemporaryShards(self._hub, self._folder, order)
 
     @property
     def discards(self) -> bool:
         """True if room gets free when shards are released."""
-        return self._passing is not None
+        return self._temporary is not None
 
     def rooms(self, output: Room) -> list[Room]:
         """What the run takes on disks: the output and what is downloaded. The next shard is downloaded ahead if there
         is room for it."""
-        if self._passing is not None:
-            self._passing.ahead = True
-            self._passing.ahead = fits([output, self._passing.room()])
-            return [output, self._passing.room()]
+        if self._temporary is not None:
+            self._temporary.ahead = True
+            self._temporary.ahead = fits([output, self._temporary.room()])
+            return [output, self._temporary.room()]
         return [output] if self._hub is None else [output, self._hub.room(self.order.shards)]
 
     def demand(self) -> Demand | None:
@@ -66,24 +69,24 @@ class Supply:
             return None
         missing = self._hub.missing(self.order.shards)
         sizes = {shard: self._hub.size(shard) for shard in missing}
-        coming = missing if self._passing is None else self._passing.incomplete()
-        ahead = self._passing is None or self._passing.ahead
+        coming = missing if self._temporary is None else self._temporary.incomplete()
+        ahead = self._temporary is None or self._temporary.ahead
         peak = self.order.peak(lambda shard: sizes.get(shard, 0), ahead=ahead)
         return Demand(len(coming), len(self.order.shards), sum(map(self._hub.size, coming)), peak)
 
     def begin(self) -> list[str]:
         """Takes over what an earlier run left. Returns what there is to say: that, and what will be downloaded."""
-        if self._passing is not None:
-            self._passing.adopt()
-        left = self._passing is None and self._folder.exists()
+        if self._temporary is not None:
+            self._temporary.adopt()
+        left = self._temporary is None and self._folder.exists()
         said = [f"{self._folder}: is left of a run with --discard-source, and not used"] if left else []
         demand = self.demand()
         if self._hub is not None and demand is not None and demand.shards:
             self._hub.expect(demand.shards)
             text = f"{self.name}: {demand}"
-            if self._passing is not None:
+            if self._temporary is not None:
                 text += f", at most {format_bytes(demand.peak_bytes)} of them on the disk at a time"
-                text += "" if self._passing.ahead else "; there is no room to download one ahead"
+                text += "" if self._temporary.ahead else "; there is no room to download one ahead"
             said.append(text)
         return said
 
@@ -94,16 +97,16 @@ class Supply:
 
     def close(self) -> None:
         """Ends downloads. What has arrived stays."""
-        if self._passing is not None:
-            self._passing.close()
+        if self._temporary is not None:
+            self._temporary.close()
 
     def kept(self) -> list[str]:
         """What there is to say of shards that the next run can use, if the run has failed."""
-        return self._passing.kept() if self._passing is not None else []
+        return self._temporary.kept() if self._temporary is not None else []
 
     def remove(self) -> list[str]:
         """Removes what was downloaded beside the output. Returns what there is to say if that is not possible."""
-        return self._passing.remove() if self._passing is not None else []
+        return self._temporary.remove() if self._temporary is not None else []
 
 
 def check_discardable(shards: Shards) -> None:

@@ -66,7 +66,7 @@ class MappedTensor:
 
     spec: TensorSpec
     matrices: tuple[SourceMatrix, ...]
-    said_origin: str = ""  #: type below Q8_0 that a GGUF file says its values had before; see `precision.origin`
+    declared_origin: str = ""  #: type below Q8_0 that a GGUF file says its values had before; see `precision.origin`
 
     @property
     def source_dtypes(self) -> tuple[str, ...]:

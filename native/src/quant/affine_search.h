@@ -101,7 +101,7 @@ typedef struct affine_fit {
   m3_f8 low, high;
 } affine_fit;
 
-/* Widths of the starting ranges: that of the values is divided by top + d; those below 0 are wider than the values. */
+/* Measured pairs after the best start, each the best one for the codes of the pair before. */
 enum { AFFINE_TURNS = 4 };
 
 M3_KERNEL affine_fit affine_best_pair_as(const affine_shape *t, const m3_f8 *x, const m3_f8 *w, bool weighted,
@@ -165,7 +165,9 @@ static m3_f8 affine_common(const m3_frame *f, int vectors, const m3_f8 *p, const
   for (int v = 1; v < vectors; v++) most = m3_max8(most, p[v]);
   float greatest = m3_greatest(most), step = top > 20 ? -0.5f : -0.25f;
   if (plain) return m3_stored8(f, m3_splat(greatest / top));
-  return m3_splat(m3_best_common(f, vectors, p, bend, greatest, 16, top - 2 * step, step, 0, top).d);
+  m3_common_candidates candidates = {
+      .greatest = greatest, .tries = 16, .first = top - 2 * step, .step = step, .low = 0, .high = top};
+  return m3_splat(m3_best_common(f, vectors, p, bend, candidates).d);
 }
 
 /* A superblock as it would be stored, numbers of the frame. */
@@ -247,15 +249,20 @@ static bool affine_common_step(const affine_shape *t, const m3_frame *f, affine_
   return true;
 }
 
-/* Whole scales and mins for pairs (a, b); plain: as they are, rounded. */
-static void affine_settle(const affine_shape *t, const m3_frame *f, const m3_f8 *a, const m3_f8 *b, const m3_f8 *bend,
-                          float side, bool plain, affine_state *s) {
+/* A pair (a, b) of any numbers for each group, and the price of other scales (see affine_fit). */
+typedef struct affine_pairs {
+  m3_f8 a[M3_MOST_VECTORS], b[M3_MOST_VECTORS], bend[M3_MOST_VECTORS];
+} affine_pairs;
+
+/* Whole scales and mins for pairs; plain: as they are, rounded. */
+static void affine_settle(const affine_shape *t, const m3_frame *f, const affine_pairs *p, float side, bool plain,
+                          affine_state *s) {
   m3_f8 depth[M3_MOST_VECTORS] = {m3_splat(0)};
-  s->d = affine_common(f, t->vectors, a, bend, t->scale_top, plain);
+  s->d = affine_common(f, t->vectors, p->a, p->bend, t->scale_top, plain);
   m3_f8 inverse = m3_inverse8(s->d);
   for (int v = 0; v < t->vectors; v++) {
-    s->scale[v] = m3_clamp8(m3_round8(a[v] * inverse), 0, t->scale_top);
-    m3_f8 best_b = b[v];
+    s->scale[v] = m3_clamp8(m3_round8(p->a[v] * inverse), 0, t->scale_top);
+    m3_f8 best_b = p->b[v];
     if (!plain) { /* b for the scale as it is stored */
       affine_sums sums = affine_try(f->x[v], m3_weights(f, v), t->n, t->top, s->d * s->scale[v], best_b);
       best_b += sums.r / f->sum_w[v];
@@ -270,22 +277,22 @@ static void affine_settle(const affine_shape *t, const m3_frame *f, const m3_f8 
 
 static affine_state affine_one_side(const affine_shape *t, const m3_frame *f, float side) {
   affine_state s, plain;
-  m3_f8 a[M3_MOST_VECTORS], b[M3_MOST_VECTORS], bend[M3_MOST_VECTORS], range[M3_MOST_VECTORS], low[M3_MOST_VECTORS];
+  affine_pairs best, range;
   for (int v = 0; v < t->vectors; v++) {
     affine_fit fit =
         affine_best_pair(t, f->x[v], m3_weights(f, v), f->sum_w[v], side, f->weighted ? t->weighted : t->equal);
-    a[v] = m3_max8(fit.a, m3_splat(0));
-    b[v] = fit.b;
-    bend[v] = fit.bend;
-    range[v] = (fit.high - fit.low) / t->top;
-    low[v] = fit.low;
+    best.a[v] = m3_max8(fit.a, m3_splat(0));
+    best.b[v] = fit.b;
+    best.bend[v] = range.bend[v] = fit.bend;
+    range.a[v] = (fit.high - fit.low) / t->top;
+    range.b[v] = fit.low;
   }
-  affine_settle(t, f, a, b, bend, side, false, &s);
+  affine_settle(t, f, &best, side, false, &s);
   affine_neighbors(t, f, &s);
   if (affine_common_step(t, f, &s)) affine_neighbors(t, f, &s);
   affine_common_step(t, f, &s);
   /* Ranges as they are, rounded: what a search must never fall behind. */
-  affine_settle(t, f, range, low, bend, side, true, &plain);
+  affine_settle(t, f, &range, side, true, &plain);
   return plain.total < s.total ? plain : s;
 }
 
@@ -336,37 +343,41 @@ static void affine_search(const affine_shape *t, const float *x, const float *w,
 
 /* --------------------------------------------------------------------------- blocks with a scale and an offset each */
 
-/* Stores the pair (d, m) of float16 where its error is less than *best. */
-static void affine_keep(const affine_shape *t, const m3_frame *f, m3_f8 d, m3_f8 m, m3_f8 *best, m3_f8 *kept_d,
-                        m3_f8 *kept_m) {
+/* The best pair of float16 so far. */
+typedef struct affine_stored {
+  m3_f8 d, m, error;
+} affine_stored;
+
+/* Takes the pair (d, m) of float16 where its error is less. */
+static void affine_keep(const affine_shape *t, const m3_frame *f, m3_f8 d, m3_f8 m, affine_stored *best) {
   m3_f8 error = affine_error(f->x[0], m3_weights(f, 0), t->n, t->top, d, m);
-  m3_i8 better = error < *best;
-  *best = m3_select(better, error, *best);
-  *kept_d = m3_select(better, d, *kept_d);
-  *kept_m = m3_select(better, m, *kept_m);
+  m3_i8 better = error < best->error;
+  best->error = m3_select(better, error, best->error);
+  best->d = m3_select(better, d, best->d);
+  best->m = m3_select(better, m, best->m);
 }
 
 static void affine_blocks(const affine_shape *t, const float *x, const float *w, m3_single_blocks *out) {
   m3_frame f;
   m3_set_frame(&f, x, w, 1, t->n, false);
   affine_fit fit = affine_best_pair(t, f.x[0], m3_weights(&f, 0), f.sum_w[0], 0, f.weighted ? t->weighted : t->equal);
-  m3_f8 best = m3_splat(3e38f), d = m3_splat(0), m = m3_splat(0);
+  affine_stored best = {m3_splat(0), m3_splat(0), m3_splat(3e38f)};
   /* The range as it is, rounded: what a search must never fall behind. */
-  affine_keep(t, &f, m3_stored8(&f, (fit.high - fit.low) / t->top), m3_stored8(&f, fit.low), &best, &d, &m);
+  affine_keep(t, &f, m3_stored8(&f, (fit.high - fit.low) / t->top), m3_stored8(&f, fit.low), &best);
   /* An offset far from zero is stored coarsely: the numbers beside it too, each with the scale that fits it. */
   for (int k = -1; k <= 1; k++) {
     m3_f8 try_m = m3_stored8(&f, fit.b + (float)k * 0x1p-11f * m3_abs8(fit.b));
     affine_sums s = affine_try(f.x[0], m3_weights(&f, 0), t->n, t->top, fit.a, try_m);
     m3_i8 flat = s.qq <= m3_splat(0);
     m3_f8 da = m3_select(flat, m3_splat(0), s.qr / m3_select(flat, m3_splat(1), s.qq));
-    affine_keep(t, &f, m3_stored8(&f, fit.a + da), try_m, &best, &d, &m);
+    affine_keep(t, &f, m3_stored8(&f, fit.a + da), try_m, &best);
   }
-  m3_f8 inverse = m3_inverse8(d), real_d = d * f.down, real_m = m * f.down;
+  m3_f8 inverse = m3_inverse8(best.d), real_d = best.d * f.down, real_m = best.m * f.down;
   for (int k = 0; k < M3_LANES; k++) {
     out->d[k] = m3_f32_to_f16(real_d[k]);
     out->m[k] = m3_f32_to_f16(real_m[k]);
   }
-  affine_put(t, f.x[0], m, inverse, out->code);
+  affine_put(t, f.x[0], best.m, inverse, out->code);
 }
 
 #endif

@@ -96,9 +96,11 @@ typedef struct m3_block_q3_k {
  * elements, the first 32 in the low halves.
  *
  * Scales and mins of Q4_K and Q5_K, both 0..63, of 8 groups of 32, g = i / 32:
- *   g < 4:   scale_g = scales[g] & 63,                                   min_g = scales[4 + g] & 63
- *   g >= 4:  scale_g = scales[4 + g] & 15 | (scales[g - 4] >> 6) << 4,   min_g = scales[4 + g] >> 4 | (scales[g] >> 6)
- * << 4 value = ((f16(d) * scale_g) * q) - (f16(dmin) * min_g) */
+ *   g < 4:   scale_g = scales[g] & 63
+ *            min_g = scales[4 + g] & 63
+ *   g >= 4:  scale_g = scales[4 + g] & 15 | (scales[g - 4] >> 6) << 4
+ *            min_g = scales[4 + g] >> 4 | (scales[g] >> 6) << 4
+ * value = ((f16(d) * scale_g) * q) - (f16(dmin) * min_g) */
 
 /* q = 0..15. */
 typedef struct m3_block_q4_k {

@@ -57,7 +57,7 @@ static m3_fit group_iq3_s(const m3_grids *grids, m3_values *v, int group, float 
 
 static m3_fit search_runs8(const m3_grid8 *grid, const uint8_t (*entries)[8], m3_values *v, int first, int runs,
                            float scale, m3_group_codes *codes) {
-  const float levels[3] = {8 * scale, 25 * scale, 43 * scale};
+  const float level[3] = M3_IQ2_LEVELS, levels[3] = {level[0] * scale, level[1] * scale, level[2] * scale};
   m3_pair_levels pairs = m3_pair_levels_of(levels);
   m3_f8 products = m3_splat(0), squares = m3_splat(0);
   for (int r = 0; r < runs; r++) {
@@ -91,15 +91,18 @@ static m3_fit group_iq2_s(const m3_grids *grids, m3_values *v, int group, float 
 
 /* ------------------------------------------------------------------- IQ1: -1, 0 and 1, all shifted up or down */
 
+/* The cheapest entries for some runs that are all shifted by delta. */
 typedef struct shifted_runs {
+  float delta;
   uint16_t entry[4];
   float cost;
-  m3_f8 products, squares;
+  m3_f8 products, squares; /* see fit_of */
 } shifted_runs;
 
-/* Runs that are all shifted by delta. */
-static void search_shifted(const m3_grid8 *grid, const m3_values *v, int first, int runs, float scale, float delta,
+/* Fills `out` for its delta. */
+static void search_shifted(const m3_grid8 *grid, const m3_values *v, int first, int runs, float scale,
                            shifted_runs *out) {
+  float delta = out->delta;
   const float levels[3] = {(-1 + delta) * scale, delta * scale, (1 + delta) * scale};
   m3_pair_levels pairs = m3_pair_levels_of(levels);
   out->cost = 0;
@@ -116,30 +119,33 @@ static void search_shifted(const m3_grid8 *grid, const m3_values *v, int first, 
   }
 }
 
-/* The better shift for `runs` runs together. */
-static void search_both_shifts(const m3_grid8 *grid, const m3_values *v, int first, int runs, float scale,
-                               uint16_t *entry, uint8_t *negative, m3_f8 *products, m3_f8 *squares) {
-  shifted_runs up, down;
-  search_shifted(grid, v, first, runs, scale, 0.125f, &up);
-  search_shifted(grid, v, first, runs, scale, -0.125f, &down);
-  *negative = down.cost < up.cost;
-  const shifted_runs *better = *negative ? &down : &up;
-  memcpy(entry, better->entry, (size_t)runs * sizeof *entry);
-  *products += better->products;
-  *squares += better->squares;
+/* Shifts `runs` runs together up and down; gives which is better: 1 for down, the index into `shifts`. */
+static uint8_t search_both_shifts(const m3_grid8 *grid, const m3_values *v, int first, int runs, float scale,
+                                  shifted_runs shifts[2]) {
+  shifts[0].delta = 0.125f;
+  shifts[1].delta = -0.125f;
+  for (int k = 0; k < 2; k++) search_shifted(grid, v, first, runs, scale, &shifts[k]);
+  return shifts[1].cost < shifts[0].cost;
 }
 
 static m3_fit group_iq1_s(const m3_grids *grids, m3_values *v, int group, float scale, m3_group_codes *codes) {
-  m3_f8 products = m3_splat(0), squares = m3_splat(0);
-  search_both_shifts(&grids->iq1, v, 4 * group, 4, scale, codes->entry, codes->signs, &products, &squares);
-  return fit_of(products, squares);
+  shifted_runs shifts[2];
+  codes->signs[0] = search_both_shifts(&grids->iq1, v, 4 * group, 4, scale, shifts);
+  const shifted_runs *better = &shifts[codes->signs[0]];
+  memcpy(codes->entry, better->entry, sizeof better->entry);
+  return fit_of(better->products, better->squares);
 }
 
 static m3_fit group_iq1_m(const m3_grids *grids, m3_values *v, int group, float scale, m3_group_codes *codes) {
   m3_f8 products = m3_splat(0), squares = m3_splat(0);
-  for (int r = 0; r < 2; r++)
-    search_both_shifts(&grids->iq1, v, 2 * group + r, 1, scale, codes->entry + r, codes->signs + r, &products,
-                       &squares);
+  for (int r = 0; r < 2; r++) {
+    shifted_runs shifts[2];
+    codes->signs[r] = search_both_shifts(&grids->iq1, v, 2 * group + r, 1, scale, shifts);
+    const shifted_runs *better = &shifts[codes->signs[r]];
+    codes->entry[r] = better->entry[0];
+    products += better->products;
+    squares += better->squares;
+  }
   return fit_of(products, squares);
 }
 
@@ -150,9 +156,9 @@ static m3_fit group_iq1_m(const m3_grids *grids, m3_values *v, int group, float 
  * more levels make more dips in the error, and trials below and above these ones found little. IQ2_XS and IQ2_S need
  * the bound of 1.4 for values about a constant, where rounding did better with a lower one. */
 #define IQ3_TRIALS 6, {0.75f, 0.86f, 0.98f, 1.12f, 1.28f, 1.46f}
-#define IQ3_XXS_LEVELS 8, {4, 12, 20, 28, 36, 44, 52, 62}
-#define IQ3_S_LEVELS 8, {1, 3, 5, 7, 9, 11, 13, 15}
-#define IQ2_LEVELS 3, {8, 25, 43}
+#define IQ3_XXS_LEVELS 8, M3_IQ3_XXS_LEVELS
+#define IQ3_S_LEVELS 8, M3_IQ3_S_LEVELS
+#define IQ2_LEVELS 3, M3_IQ2_LEVELS
 #define IQ1_LEVELS 2, {1.125f, 0.875f}
 
 static const m3_codebook_type iq3_xxs = {8,          16,   M3_EVEN_SIGNS,  0.25f,        1 / 31.0f,

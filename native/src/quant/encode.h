@@ -9,22 +9,15 @@ void m3_encode_f32(const float *src, void *dst, int64_t n, const float *importan
 void m3_encode_f16(const float *src, void *dst, int64_t n, const float *importance);
 void m3_encode_bf16(const float *src, void *dst, int64_t n, const float *importance);
 
-/* encode_legacy.c: blocks of 32, rounding only; with importance those of 4 and 5 bits are searched. Q8_0 does not look
- * at it. */
+/* encode_legacy.c: blocks of 32. Scales of Q4_0 to Q5_1 are searched for with importance, else rounded; Q8_0 does not
+ * look at importance. */
 void m3_encode_q4_0(const float *src, void *dst, int64_t n, const float *importance);
 void m3_encode_q4_1(const float *src, void *dst, int64_t n, const float *importance);
 void m3_encode_q5_0(const float *src, void *dst, int64_t n, const float *importance);
 void m3_encode_q5_1(const float *src, void *dst, int64_t n, const float *importance);
 void m3_encode_q8_0(const float *src, void *dst, int64_t n, const float *importance);
-
-/* encode_blocks.c: blocks of 32, scales searched for. The last four are what the encoders of encode_legacy.c do with
- * importance. */
 void m3_encode_iq4_nl(const float *src, void *dst, int64_t n, const float *importance);
 void m3_encode_mxfp4(const float *src, void *dst, int64_t n, const float *importance);
-void m3_search_q4_0(const float *src, void *dst, int64_t n, const float *importance);
-void m3_search_q4_1(const float *src, void *dst, int64_t n, const float *importance);
-void m3_search_q5_0(const float *src, void *dst, int64_t n, const float *importance);
-void m3_search_q5_1(const float *src, void *dst, int64_t n, const float *importance);
 
 /* encode_k.c: blocks of 256, scales searched for */
 void m3_encode_iq4_xs(const float *src, void *dst, int64_t n, const float *importance);

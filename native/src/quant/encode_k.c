@@ -3,12 +3,12 @@
 
 #include "quant/blocks.h"
 #include "quant/encode.h"
+#include "quant/pack.h"
 #include "quant/scale_search.h"
 
-/* Weights of the block that starts at column `at`. */
-static const float *weights(const float *importance, int64_t at) { return importance ? importance + at : NULL; }
+/* ------------------------------------------------------------------------------------------------ codes */
 
-/* Bits shift to shift + bits - 1 of four runs of 32 codes, in 32 bytes; each run takes `bits` of them. */
+/* Bits shift and shift + 1 of four runs of 32 codes, in 32 bytes; each run takes two bits of every byte. */
 static void pack2(const uint8_t *code, uint8_t *q, int shift) {
   for (int half = 0; half < 2; half++, code += 128, q += 32)
     for (int i = 0; i < 32; i++)
@@ -29,8 +29,10 @@ static void pack1(const uint8_t *code, uint8_t *q, int bit) {
     for (int i = 0; i < 32; i++) q[i] |= (uint8_t)((code[i] >> bit & 1) << run);
 }
 
+/* ------------------------------------------------------------------------------------------------ blocks */
+
 /* Scales and mins of Q4_K and Q5_K. */
-static void pack_scales(const m3_affine_groups *s, uint8_t *scales) {
+static void pack_k_scales(const m3_affine_groups *s, uint8_t *scales) {
   for (int g = 0; g < 4; g++) {
     scales[g] = (uint8_t)(s->scale[g] | (s->scale[g + 4] >> 4) << 6);
     scales[4 + g] = (uint8_t)(s->min[g] | (s->min[g + 4] >> 4) << 6);
@@ -38,91 +40,67 @@ static void pack_scales(const m3_affine_groups *s, uint8_t *scales) {
   }
 }
 
-void m3_encode_q4_k(const float *src, void *dst, int64_t n, const float *importance) {
-  m3_affine_search search = m3_machine_searches()->q4_k;
-  m3_block_q4_k *b = dst;
-  for (int64_t at = 0; at < n; at += M3_SUPERBLOCK, b++) {
-    m3_affine_groups s;
-    search(src + at, weights(importance, at), &s);
-    b->d = s.d;
-    b->dmin = s.dmin;
-    pack_scales(&s, b->scales);
-    pack4(s.code, b->q, 32);
-  }
+static void pack_q4_k(const m3_affine_groups *s, m3_block_q4_k *b) {
+  b->d = s->d;
+  b->dmin = s->dmin;
+  pack_k_scales(s, b->scales);
+  pack4(s->code, b->q, 32);
 }
 
-void m3_encode_q5_k(const float *src, void *dst, int64_t n, const float *importance) {
-  m3_affine_search search = m3_machine_searches()->q5_k;
-  m3_block_q5_k *b = dst;
-  for (int64_t at = 0; at < n; at += M3_SUPERBLOCK, b++) {
-    m3_affine_groups s;
-    search(src + at, weights(importance, at), &s);
-    b->d = s.d;
-    b->dmin = s.dmin;
-    pack_scales(&s, b->scales);
-    pack4(s.code, b->q, 32);
-    pack1(s.code, b->qh, 4);
-  }
+static void pack_q5_k(const m3_affine_groups *s, m3_block_q5_k *b) {
+  b->d = s->d;
+  b->dmin = s->dmin;
+  pack_k_scales(s, b->scales);
+  pack4(s->code, b->q, 32);
+  pack1(s->code, b->qh, 4);
 }
 
-void m3_encode_q2_k(const float *src, void *dst, int64_t n, const float *importance) {
-  m3_affine_search search = m3_machine_searches()->q2_k;
-  m3_block_q2_k *b = dst;
-  for (int64_t at = 0; at < n; at += M3_SUPERBLOCK, b++) {
-    m3_affine_groups s;
-    search(src + at, weights(importance, at), &s);
-    b->d = s.d;
-    b->dmin = s.dmin;
-    for (int g = 0; g < 16; g++) b->scales[g] = (uint8_t)(s.scale[g] | s.min[g] << 4);
-    pack2(s.code, b->q, 0);
-  }
+static void pack_q2_k(const m3_affine_groups *s, m3_block_q2_k *b) {
+  b->d = s->d;
+  b->dmin = s->dmin;
+  for (int g = 0; g < 16; g++) b->scales[g] = (uint8_t)(s->scale[g] | s->min[g] << 4);
+  pack2(s->code, b->q, 0);
 }
 
-void m3_encode_q3_k(const float *src, void *dst, int64_t n, const float *importance) {
-  m3_symmetric_search search = m3_machine_searches()->q3_k;
-  m3_block_q3_k *b = dst;
-  for (int64_t at = 0; at < n; at += M3_SUPERBLOCK, b++) {
-    m3_symmetric_groups s;
-    search(src + at, weights(importance, at), &s);
-    b->d = s.d;
-    memset(b->scales, 0, sizeof b->scales);
-    for (int g = 0; g < 16; g++) {
-      int scale = s.scale[g] + 32;
-      b->scales[g % 8] |= (uint8_t)((scale & 15) << 4 * (g / 8));
-      b->scales[8 + g % 4] |= (uint8_t)((scale >> 4) << 2 * (g / 4));
-    }
-    pack2(s.code, b->q, 0);
-    pack1(s.code, b->hmask, 2);
+static void pack_q3_k(const m3_symmetric_groups *s, m3_block_q3_k *b) {
+  b->d = s->d;
+  memset(b->scales, 0, sizeof b->scales);
+  for (int g = 0; g < 16; g++) {
+    int scale = s->scale[g] + 32;
+    b->scales[g % 8] |= (uint8_t)((scale & 15) << 4 * (g / 8));
+    b->scales[8 + g % 4] |= (uint8_t)((scale >> 4) << 2 * (g / 4));
   }
+  pack2(s->code, b->q, 0);
+  pack1(s->code, b->hmask, 2);
 }
 
-void m3_encode_q6_k(const float *src, void *dst, int64_t n, const float *importance) {
-  m3_symmetric_search search = m3_machine_searches()->q6_k;
-  m3_block_q6_k *b = dst;
-  for (int64_t at = 0; at < n; at += M3_SUPERBLOCK, b++) {
-    m3_symmetric_groups s;
-    search(src + at, weights(importance, at), &s);
-    b->d = s.d;
-    memcpy(b->scales, s.scale, sizeof b->scales);
-    pack4(s.code, b->ql, 64);
-    pack2(s.code, b->qh, 4);
-  }
+static void pack_q6_k(const m3_symmetric_groups *s, m3_block_q6_k *b) {
+  b->d = s->d;
+  memcpy(b->scales, s->scale, sizeof b->scales);
+  pack4(s->code, b->ql, 64);
+  pack2(s->code, b->qh, 4);
 }
 
-void m3_encode_iq4_xs(const float *src, void *dst, int64_t n, const float *importance) {
-  m3_symmetric_search search = m3_machine_searches()->iq4_xs;
-  m3_block_iq4_xs *b = dst;
-  for (int64_t at = 0; at < n; at += M3_SUPERBLOCK, b++) {
-    m3_symmetric_groups s;
-    search(src + at, weights(importance, at), &s);
-    b->d = s.d;
-    b->scales_h = 0;
-    memset(b->scales_l, 0, sizeof b->scales_l);
-    for (int g = 0; g < 8; g++) {
-      int scale = s.scale[g] + 32;
-      b->scales_l[g / 2] |= (uint8_t)((scale & 15) << 4 * (g % 2));
-      b->scales_h |= (uint16_t)((scale >> 4) << 2 * g);
-    }
-    pack4(s.code, b->q, 16);
+static void pack_iq4_xs(const m3_symmetric_groups *s, m3_block_iq4_xs *b) {
+  b->d = s->d;
+  b->scales_h = 0;
+  memset(b->scales_l, 0, sizeof b->scales_l);
+  for (int g = 0; g < 8; g++) {
+    int scale = s->scale[g] + 32;
+    b->scales_l[g / 2] |= (uint8_t)((scale & 15) << 4 * (g % 2));
+    b->scales_h |= (uint16_t)((scale >> 4) << 2 * g);
   }
+  pack4(s->code, b->q, 16);
 }
+
+/* ------------------------------------------------------------------------------------------------ rows */
+
+/* kind: affine or symmetric, as the type stands in m3_searches. */
+#define ENCODER(type, kind) M3_SUPERBLOCK_ENCODER(type, m3_##kind##_search, m3_##kind##_groups, m3_machine_searches())
+
+ENCODER(q2_k, affine)
+ENCODER(q4_k, affine)
+ENCODER(q5_k, affine)
+ENCODER(q3_k, symmetric)
+ENCODER(q6_k, symmetric)
+ENCODER(iq4_xs, symmetric)

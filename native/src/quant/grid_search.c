@@ -8,8 +8,11 @@
 static m3_grids grids;
 static pthread_once_t made = PTHREAD_ONCE_INIT;
 
-static const int iq2_levels[3] = {8, 25, 43};
+static const int iq2_levels[3] = M3_IQ2_LEVELS;
 static const int iq1_levels[3] = {-1, 0, 1};
+
+/* Number of entries. */
+#define ENTRIES(codebook) ((int)(sizeof(codebook) / sizeof *(codebook)))
 
 static int level_number(const int *levels, int value) {
   int n = 0;
@@ -45,7 +48,7 @@ static void make_iq2(m3_grid8 *grid, const uint8_t (*entries)[8], int n) {
 
 static void make_iq1(m3_grid8 *grid) {
   clear8(grid);
-  for (int e = 0; e < 2048; e++) {
+  for (int e = 0; e < ENTRIES(m3_iq1_grid); e++) {
     int number[8];
     for (int j = 0; j < 8; j++) number[j] = level_number(iq1_levels, m3_iq1_grid[e][j]);
     add8(grid, number, e);
@@ -66,14 +69,14 @@ static void make_iq3(m3_grid4 *grid, const uint8_t (*entries)[4], int n, const i
 }
 
 static void make(void) {
-  static const int iq3_xxs_levels[8] = {4, 12, 20, 28, 36, 44, 52, 62};
-  static const int iq3_s_levels[8] = {1, 3, 5, 7, 9, 11, 13, 15};
-  make_iq2(&grids.iq2_xxs, m3_iq2_xxs_grid, 256);
-  make_iq2(&grids.iq2_xs, m3_iq2_xs_grid, 512);
-  make_iq2(&grids.iq2_s, m3_iq2_s_grid, 1024);
+  static const int iq3_xxs_levels[8] = M3_IQ3_XXS_LEVELS;
+  static const int iq3_s_levels[8] = M3_IQ3_S_LEVELS;
+  make_iq2(&grids.iq2_xxs, m3_iq2_xxs_grid, ENTRIES(m3_iq2_xxs_grid));
+  make_iq2(&grids.iq2_xs, m3_iq2_xs_grid, ENTRIES(m3_iq2_xs_grid));
+  make_iq2(&grids.iq2_s, m3_iq2_s_grid, ENTRIES(m3_iq2_s_grid));
   make_iq1(&grids.iq1);
-  make_iq3(&grids.iq3_xxs, m3_iq3_xxs_grid, 256, iq3_xxs_levels);
-  make_iq3(&grids.iq3_s, m3_iq3_s_grid, 512, iq3_s_levels);
+  make_iq3(&grids.iq3_xxs, m3_iq3_xxs_grid, ENTRIES(m3_iq3_xxs_grid), iq3_xxs_levels);
+  make_iq3(&grids.iq3_s, m3_iq3_s_grid, ENTRIES(m3_iq3_s_grid), iq3_s_levels);
 }
 
 const m3_grids *m3_get_grids(void) {

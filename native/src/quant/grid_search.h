@@ -10,6 +10,11 @@
 
 #include "quant/grid_lanes.h"
 
+/* Levels that elements of the codebooks' entries have, ascending; IQ3_XXS and IQ3_S have a set each. */
+#define M3_IQ2_LEVELS {8, 25, 43}
+#define M3_IQ3_XXS_LEVELS {4, 12, 20, 28, 36, 44, 52, 62}
+#define M3_IQ3_S_LEVELS {1, 3, 5, 7, 9, 11, 13, 15}
+
 /* Runs of 8 elements of three levels each: a run has two halves of 81 combinations. Elements 0 and 1 of a half are at
  * levels c % 3 and c / 3, 2 and 3 at levels r % 3 and r / 3; the number of the combination is 8 r + c, for c = 8 it
  * is 72 + r. That puts all of them in 11 rows of lanes; numbers 81 to 87 stand for nothing. */

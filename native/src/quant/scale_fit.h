@@ -56,7 +56,7 @@ typedef struct m3_codebook_type {
 } m3_codebook_type;
 
 /* Columns without any weight beside the greatest of the block still get codes that suit them. */
-#define M3_LEAST_WEIGHT 1e-9f
+#define M3_LEAST_FIT_WEIGHT 1e-9f
 
 /* False if all values are nearer to zero than to any other number of the types, the least of which is 2^-27. */
 static bool m3_load_values(m3_values *v, const float *x, const float *w) {
@@ -68,7 +68,7 @@ static bool m3_load_values(m3_values *v, const float *x, const float *w) {
   for (int i = 0; i < M3_SUPERBLOCK; i++) {
     float weight = heaviest > 0 ? w[i] / heaviest : 1.0f;
     v->x[i] = x[i] / v->power;
-    v->w[i] = weight > M3_LEAST_WEIGHT ? weight : M3_LEAST_WEIGHT;
+    v->w[i] = weight > M3_LEAST_FIT_WEIGHT ? weight : M3_LEAST_FIT_WEIGHT;
   }
   return true;
 }

@@ -81,21 +81,28 @@ typedef struct m3_common_scale {
   float d, error;
 } m3_common_scale;
 
-/* The scale in whole multiples (low to high) of which the numbers p are told best, bend the price of squared
- * deviations: the best of `tries` (a multiple of 8) float16 numbers, greatest / (first + k step). A candidate in each
- * lane. */
+/* Candidates for it: float16 numbers near greatest / (first + k step). */
+typedef struct m3_common_candidates {
+  float greatest;
+  int tries; /* a multiple of 8 */
+  float first, step;
+  float low, high; /* of the multiples */
+} m3_common_candidates;
+
+/* The candidate in whole multiples of which the numbers p are told best, bend the price of squared deviations. A
+ * candidate in each lane. */
 M3_KERNEL m3_common_scale m3_best_common(const m3_frame *f, int vectors, const m3_f8 *p, const m3_f8 *bend,
-                                         float greatest, int tries, float first, float step, float low, float high) {
+                                         m3_common_candidates c) {
   float group[M3_MOST_GROUPS], price[M3_MOST_GROUPS];
   memcpy(group, p, (size_t)vectors * sizeof *p);
   memcpy(price, bend, (size_t)vectors * sizeof *bend);
   m3_common_scale best = {0, 3e38f};
-  for (int k = 0; k < tries; k += M3_LANES) {
+  for (int k = 0; k < c.tries; k += M3_LANES) {
     m3_f8 count = {0, 1, 2, 3, 4, 5, 6, 7};
-    m3_f8 d = m3_stored8(f, greatest / (first + step * (count + (float)k))), inverse = m3_inverse8(d);
+    m3_f8 d = m3_stored8(f, c.greatest / (c.first + c.step * (count + (float)k))), inverse = m3_inverse8(d);
     m3_f8 error = m3_splat(0);
     for (int g = 0; g < vectors * M3_LANES; g++) {
-      m3_f8 miss = group[g] - d * m3_clamp8(m3_round8(group[g] * inverse), low, high);
+      m3_f8 miss = group[g] - d * m3_clamp8(m3_round8(group[g] * inverse), c.low, c.high);
       error += price[g] * miss * miss;
     }
     for (int lane = 0; lane < M3_LANES; lane++)

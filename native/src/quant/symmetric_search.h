@@ -122,6 +122,7 @@ static m3_f8 symmetric_extreme(const m3_f8 *x, int n) {
   return m3_select(-low > high, low, high);
 }
 
+/* Measured scales after the best start, each the best one for the codes of the scale before. */
 enum { SYMMETRIC_TURNS = 3 };
 
 M3_KERNEL symmetric_fit symmetric_best_scale_as(const symmetric_shape *t, const uneven_numbers *u, const m3_f8 *x,
@@ -221,10 +222,16 @@ static m3_f8 symmetric_common(const symmetric_shape *t, const m3_frame *f, const
   m3_f8 top = m3_abs8(a[0]);
   for (int v = 1; v < t->vectors; v++) top = m3_max8(top, m3_abs8(a[v]));
   float greatest = m3_greatest(top);
-  m3_common_scale one =
-      m3_best_common(f, t->vectors, a, bend, greatest, 8, t->scale_low - 1, 0.5f, t->scale_low, t->scale_top);
-  m3_common_scale other =
-      m3_best_common(f, t->vectors, a, bend, greatest, 8, t->scale_top + 1, -0.5f, t->scale_low, t->scale_top);
+  m3_common_candidates candidates = {.greatest = greatest,
+                                     .tries = 8,
+                                     .first = t->scale_low - 1,
+                                     .step = 0.5f,
+                                     .low = t->scale_low,
+                                     .high = t->scale_top};
+  m3_common_scale one = m3_best_common(f, t->vectors, a, bend, candidates);
+  candidates.first = t->scale_top + 1;
+  candidates.step = -0.5f;
+  m3_common_scale other = m3_best_common(f, t->vectors, a, bend, candidates);
   return m3_splat(one.error <= other.error ? one.d : other.d);
 }
 

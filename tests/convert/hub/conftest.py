@@ -10,7 +10,7 @@ import pytest
 
 from convert.hub.small_hub import ID, OPTIONS, PIECE
 from hub_endpoint import HubEndpoint
-from m3_convert import cli, hub_failure, hub_shards, part_file, passing_shards
+from m3_convert import cli, hub_failure, hub_shards, part_file, temporary_shards
 from make_checkpoint import CheckpointSpec, make_checkpoint
 
 
@@ -19,7 +19,7 @@ def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub_failure, "PAUSES", (0.01,) * 5)
     monkeypatch.setattr(hub_shards, "HEADER_GUESS", 4096)
     monkeypatch.setattr(part_file, "RECORD_BYTES", 20_000)
-    monkeypatch.setattr(passing_shards, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(temporary_shards, "PIECE_BYTES", PIECE)
     monkeypatch.setattr(cli, "check_header", lambda *_: None)  # a third of the time, and tested elsewhere
 
 

@@ -19,16 +19,16 @@ import pytest
 import hub_endpoint
 from convert.hub.small_hub import DISCARD, ID, OPTIONS, PIECE, cached, changed, middle, names, shards
 from hub_endpoint import HubEndpoint
-from m3_convert import disk_room, part_file, passing_shards
+from m3_convert import disk_room, part_file, temporary_shards
 
 # The command in a process of its own, with the small steps of these tests.
 CHILD = f"""
 import sys
-from m3_convert import cli, hub_failure, hub_shards, part_file, passing_shards
+from m3_convert import cli, hub_failure, hub_shards, part_file, temporary_shards
 hub_failure.PAUSES = (0.01,) * 5
 hub_shards.HEADER_GUESS = 4096
 part_file.RECORD_BYTES = 20_000
-passing_shards.PIECE_BYTES = {PIECE}
+temporary_shards.PIECE_BYTES = {PIECE}
 cli.main()
 """
 
@@ -232,7 +232,7 @@ def _failing(function: Callable[..., Any], at: int, error: BaseException) -> Cal
 def test_a_disk_that_gets_full_during_a_download(repository, folder, expected, m3_convert, out) -> None:
     full = OSError(errno.ENOSPC, "No space left on device")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(passing_shards, "write_all", _failing(part_file.write_all, 2, full))
+        patch.setattr(temporary_shards, "write_all", _failing(part_file.write_all, 2, full))
         outcome = m3_convert(ID, out, DISCARD, *OPTIONS)
     assert outcome.code == 4 and "out.gguf.source/model-00001" in outcome.error
     assert ".part: the disk is full: No space left on device" in outcome.error

@@ -15,7 +15,7 @@ import pytest
 
 from checkpoint_tensors import TEXT_PREFIX, Tensor, write_json
 from convert.hub.small_hub import DISCARD, ID, OPTIONS, PIECE, cached, changed, middle, names, shards
-from m3_convert import cli, hub_failure, passing_shards
+from m3_convert import cli, hub_failure, temporary_shards
 
 # ------------------------------------------------------------------------------------------------ broken downloads
 
@@ -130,13 +130,13 @@ def test_a_failure_ahead_of_time_is_none_yet(repository, folder, expected, m3_co
     """What was not to be had while the shard before was read may be when it is needed."""
     name = shards(folder)[2]
     broken = repository.fail(name, "status", at=PIECE, times=6)
-    start_next = passing_shards.PassingShards._start_next
+    start_next = temporary_shards.TemporaryShards._start_next
 
-    def start_and_wait(self: passing_shards.PassingShards, shard: Path) -> None:
+    def start_and_wait(self: temporary_shards.TemporaryShards, shard: Path) -> None:
         start_next(self, shard)
         wait([download.result for download in self._downloads.values()])
 
-    monkeypatch.setattr(passing_shards.PassingShards, "_start_next", start_and_wait)
+    monkeypatch.setattr(temporary_shards.TemporaryShards, "_start_next", start_and_wait)
     outcome = m3_convert(ID, out, DISCARD, *OPTIONS)
     assert outcome.code == 0 and out.read_bytes() == expected and broken.times == 0
 

@@ -1,4 +1,4 @@
-"""Shards on the Hub that stay only while they are needed: in OUT.gguf.source, beside the output.
+"""Shards on the Hub that stay only while they are needed (--discard-source): in OUT.gguf.source, beside the output.
 
     NAME.DIGEST         a shard, whole and checked
     NAME.DIGEST.part    the beginning of one
@@ -6,7 +6,6 @@
 While one is read, the next is downloaded.
 """
 
-import errno
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -18,9 +17,9 @@ from typing import Final
 from m3_convert.background import StoppedError, in_background, in_order
 from m3_convert.checkpoint import SourceTensor, listed
 from m3_convert.decode import SourceLostError
-from m3_convert.disk_room import Room
+from m3_convert.disk_room import DISK_FULL, Room
 from m3_convert.hub_file import HubFile
-from m3_convert.hub_shards import HubShards, lost, wrong_digest
+from m3_convert.hub_shards import HubShards, download_error, wrong_digest
 from m3_convert.part_file import write_all
 from m3_convert.progress import format_bytes
 from m3_convert.shard_order import ShardOrder
@@ -44,7 +43,7 @@ class _Download:
         return self.result.done() and self.result.exception() is not None
 
 
-class PassingShards:
+class TemporaryShards:
     """Shards of `hub`: those that its cache does not have are downloaded to `folder`, and deleted when released.
 
     order: what will be read; shards that it does not name are not needed. ahead: whether the next one is downloaded
@@ -59,8 +58,8 @@ class PassingShards:
     def identity(self, shard: Path) -> list[int | str]:
         return self.hub.identity(shard)
 
-    def content(self, tensors: Sequence[SourceTensor]) -> str:
-        return self.hub.content(tensors)
+    def content_hash(self, tensors: Sequence[SourceTensor]) -> str:
+        return self.hub.content_hash(tensors)
 
     def size(self, shard: Path) -> int:
         return self.hub.size(shard)
@@ -173,7 +172,7 @@ class PassingShards:
                 if not again:
                     self.hub.downloads.note(f"{wrong}; it is downloaded once more")
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            if error.errno in DISK_FULL:
                 raise MachineError(f"{part}: the disk is full: {error.strerror}") from error
             raise SourceLostError(f"{part}: cannot be written: {error.strerror}") from error
         finally:
@@ -216,7 +215,7 @@ class PassingShards:
             except StoppedError:
                 raise
             except Exception as error:
-                raise lost(str(shard), error) from error
+                raise download_error(str(shard), error) from error
 
         return read
 
