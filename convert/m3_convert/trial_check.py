@@ -1,0 +1,171 @@
+"""A check of a file that a search has made, as numbers that can be kept: selection and divergence beside the source.
+
+Every check is a walk over the whole text (`layer_walk`), with its own state, so that an interrupted one goes on. What
+it found is a JSON file in the folder of the search, named by the types of the tensors.
+"""
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from m3_convert.check_runs import CheckRuns
+from m3_convert.comparable import check_comparable
+from m3_convert.comparison import SelectionComparison
+from m3_convert.divergence import Divergence
+from m3_convert.knapsack import Doubles
+from m3_convert.layer_walk import walk
+from m3_convert.layered_model import LayeredModel, open_layered
+from m3_convert.mixed_model import MixedModel
+from m3_convert.progress import format_bytes
+from m3_convert.selection import Cell
+from m3_convert.sensitivity import Lane
+from m3_convert.tensor_map import layer_of
+from m3_convert.walk_progress import walk_progress
+from m3_convert.walk_state import WalkState
+from m3_convert.walker import WalkOptions, check_memory
+from m3_runtime import memory
+from m3_runtime.quantize import TensorType
+
+FORMAT: Final = 1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run gave beside the reference."""
+
+    kld: float  #: mean, in nats
+    top1: float  #: share of positions with the same most likely token
+    overlap_mean: float
+    overlaps: tuple[tuple[float, ...], ...]  #: mean of each sparse layer and index head
+    first_layer: int  #: the number of the first of these layers
+    mass_lost: float  #: mean share of the attention
+    worst_mass: float  #: of the layer and query head that lose most
+
+    @classmethod
+    def of(cls, selection: SelectionComparison, logits: Divergence) -> Self:
+        layers = selection.agreement.layers
+        return cls(
+            kld=logits.kld_mean,
+            top1=logits.top1_share,
+            overlap_mean=selection.agreement.overlap_mean,
+            overlaps=tuple(tuple(map(float, layer.overlap_mean)) for layer in layers),
+            first_layer=layers[0].layer,
+            mass_lost=selection.mass_lost,
+            worst_mass=selection.worst_mass.value,
+        )
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
+        return cls(**{**value, "overlaps": tuple(map(tuple, value["overlaps"]))})
+
+    @property
+    def worst(self) -> Cell:
+        """The layer and index head with the lowest mean overlap, the first of several."""
+        layer, head = np.unravel_index(int(np.argmin(self.overlaps)), np.shape(self.overlaps))
+        return Cell(self.first_layer + int(layer), int(head), self.overlaps[layer][head])
+
+    @property
+    def harm(self) -> Doubles:
+        """What adds up over tensors: the divergence, then (1 - overlap)^2 of each layer and head."""
+        lost = 1 - np.array(self.overlaps).ravel()
+        return np.concatenate([[self.kld], lost**2])
+
+    def touched_by(self, tensor: str) -> npt.NDArray[np.bool_]:
+        """Which of these harms an error in a tensor outside the indexer can do: a layer selects before its own
+        attention and experts."""
+        layers, heads = np.shape(self.overlaps)
+        behind = np.arange(self.first_layer, self.first_layer + layers) > layer_of(tensor)
+        return np.concatenate([[True], np.repeat(behind & (tensor != "output.weight"), heads)])
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A check of one file."""
+
+    outcome: Outcome
+    restored: Mapping[str, Outcome] = field(default_factory=dict)  #: by lane
+
+
+@dataclass(frozen=True)
+class Checks:
+    """All checks of a search: the reference, the tokens, and the folder that keeps what was found. note: tells."""
+
+    name: str  #: of the command, for progress
+    reference: LayeredModel
+    ids: npt.NDArray[np.int32]
+    options: WalkOptions
+    folder: Path
+    note: Callable[[str], None]
+    isa: str = "auto"
+
+    def known(self, types: Mapping[str, TensorType], lanes: Sequence[Lane] = ()) -> Measurement | None:
+        """What an earlier check of a file with these types found, or None."""
+        try:
+            value = json.loads(self._path(types, lanes).read_text())
+            restored = {name: Outcome.from_json(found) for name, found in value["restored"].items()}
+            return Measurement(Outcome.from_json(value["outcome"]), restored)
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def measure(
+        self, trial: Path, types: Mapping[str, TensorType], lanes: Sequence[Lane] = (), what: str = "check"
+    ) -> Measurement:
+        """Checks the file `trial`, whose tensors have `types`, and with each of `lanes` restored. what: for people.
+
+        Raises what `layer_walk.walk` does, and MachineError if memory is missing.
+        """
+        with ExitStack() as stack:
+            candidate = stack.enter_context(open_layered(trial, isa=self.isa, threads=self.options.threads))
+            check_comparable(self.reference, candidate)
+            mixed = [
+                stack.enter_context(MixedModel(candidate, self.reference, lane.name, lane.tensors)) for lane in lanes
+            ]
+            runs = CheckRuns(self.reference, candidate, self.options, self.options, groups=mixed)
+            estimate, room = runs.memory(len(self.ids)), memory.session_room()
+            size = format_bytes(memory.peak_resident_bytes() + estimate.total)
+            self.note(f"{what}: {2 + runs.forced + len(lanes)} runs, about {size} of memory at the peak")
+            check_memory(estimate, room, what, "a smaller --context takes less")
+            state = WalkState(self.folder / f"{self._key(types, lanes)}.walk", self.note)
+            state.load()
+            stages = runs.stages(len(self.ids))
+            done = sum(work for _, work in stages[: state.layer])
+            with walk_progress(f"{self.name}: {what}", stages, sys.stderr, done) as advance:
+                result = walk(runs, self.ids, state, advance)
+        assert result.selection is not None and result.candidate is not None
+        outcome = Outcome.of(result.selection, result.candidate)
+        restored = {name: Outcome.of(found, result.group_logits[name]) for name, found in result.groups.items()}
+        value = {"outcome": asdict(outcome), "restored": {name: asdict(found) for name, found in restored.items()}}
+        write_whole(self._path(types, lanes), json.dumps(value, indent=1).encode())
+        state.remove()
+        return Measurement(outcome, restored)
+
+    def _path(self, types: Mapping[str, TensorType], lanes: Sequence[Lane]) -> Path:
+        return self.folder / f"{self._key(types, lanes)}.json"
+
+    def _key(self, types: Mapping[str, TensorType], lanes: Sequence[Lane]) -> str:
+        content = [FORMAT, {name: type_.name for name, type_ in types.items()}]
+        content.append({lane.name: sorted(lane.tensors) for lane in lanes})
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes a small file, which appears whole or not at all. Raises OSError."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        with part.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
