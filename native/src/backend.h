@@ -43,6 +43,7 @@ typedef struct m3_scratch {
   float *gate, *up;  /* [max of chunk * n_ff, chunk * n_ff_shared, chunk * n_expert_used * n_ff_expert] */
   float *expert_in;  /* [chunk * n_expert_used, n_embd] rows grouped by expert */
   float *expert_out; /* [chunk * n_expert_used, n_embd] */
+  float *logits;     /* [chunk, n_expert] of the router */
   int32_t *experts;  /* [chunk, n_expert_used] ascending ids */
   float *weights;    /* [chunk, n_expert_used] */
   int32_t *blocks;   /* [chunk, n_index_head, top_k] */

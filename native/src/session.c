@@ -122,6 +122,7 @@ static int list_buffers(m3_session *s, const m3_model *m, const m3_session_optio
       {(void **)&w->up, mlp, sizeof(float), false},
       {(void **)&w->expert_in, pairs * h->n_embd, sizeof(float), false},
       {(void **)&w->expert_out, pairs * h->n_embd, sizeof(float), false},
+      {(void **)&w->logits, rows * h->n_expert, sizeof(float), false},
       {(void **)&w->experts, pairs, sizeof(int32_t), false},
       {(void **)&w->weights, pairs, sizeof(float), false},
       {(void **)&w->blocks, rows * h->n_index_head * h->top_k, sizeof(int32_t), false},

@@ -202,6 +202,7 @@ static inline void new_scratch(world *w, const m3_backend *b, int32_t threads) {
   s->up = keep(w, (size_t)widest * sizeof(float));
   s->expert_in = keep(w, (size_t)(pairs * c->n_embd) * sizeof(float));
   s->expert_out = keep(w, (size_t)(pairs * c->n_embd) * sizeof(float));
+  s->logits = keep(w, (size_t)(n * c->n_expert) * sizeof(float));
   s->experts = keep(w, (size_t)pairs * sizeof(int32_t));
   s->weights = keep(w, (size_t)pairs * sizeof(float));
   s->blocks = keep(w, (size_t)(n * c->n_head_kv * c->top_k) * sizeof(int32_t));

@@ -151,9 +151,7 @@ static void attend_block(const m3_context *c, const m3_attend_params *p, int32_t
   for (int32_t g = 0; g < group; g++) {
     const float *q = c->scratch->q + ((int64_t)row * h->n_head + kv_head * group + g) * dim;
     float *score = b->score + g * h->block_size;
-    int64_t j = 0;
-    for (; j + 4 <= n; j += 4) c->kernels->dot4(k + j * dim, dim, q, dim, score + j);
-    for (; j < n; j++) score[j] = c->kernels->dot(k + j * dim, q, dim);
+    c->kernels->dots(&(m3_dots){.rows = k, .row_stride = dim, .n_rows = n, .x = q, .n_x = 1, .n = dim, .out = score});
     absorb_scores(h, score, n, &b->state[g], b->acc + g * dim, b->mass ? b->mass + (int64_t)g * h->top_k : NULL,
                   listed);
   }

@@ -1,51 +1,52 @@
 /* NEON of every AArch64 processor. */
 #if defined(__aarch64__)
 #include <arm_neon.h>
+#include <math.h>
 
 #include "cpu/kernels.h"
 #include "quant/blocks.h"
 #include "quant/half.h"
 
-static inline float tail(const float *a, const float *b, int64_t i, int64_t n) {
-  float s = 0;
-  for (; i < n; i++) s += a[i] * b[i];
-  return s;
+typedef float32x4_t vec;
+enum { LANES = 4 };
+
+static inline vec zero(void) { return vdupq_n_f32(0); }
+static inline vec all(float a) { return vdupq_n_f32(a); }
+static inline vec load(const float *p) { return vld1q_f32(p); }
+static inline void store(float *p, vec v) { vst1q_f32(p, v); }
+
+static inline vec load_first(const float *p, int64_t n) {
+  float four[4] = {0};
+  for (int64_t i = 0; i < n; i++) four[i] = p[i];
+  return vld1q_f32(four);
 }
 
-static float dot(const float *a, const float *b, int64_t n) {
-  float32x4_t s0 = vdupq_n_f32(0), s1 = s0;
-  int64_t i = 0;
-  for (; i + 8 <= n; i += 8) {
-    s0 = vfmaq_f32(s0, vld1q_f32(a + i), vld1q_f32(b + i));
-    s1 = vfmaq_f32(s1, vld1q_f32(a + i + 4), vld1q_f32(b + i + 4));
-  }
-  float s = vaddvq_f32(vaddq_f32(s0, s1));
-  return i < n ? s + tail(a, b, i, n) : s;
+static inline void store_first(float *p, vec v, int64_t n) {
+  float four[4];
+  vst1q_f32(four, v);
+  for (int64_t i = 0; i < n; i++) p[i] = four[i];
 }
 
-static void dot4(const float *rows, int64_t stride, const float *x, int64_t n, float out[4]) {
-  float32x4_t s0[4], s1[4];
-  for (int r = 0; r < 4; r++) s0[r] = s1[r] = vdupq_n_f32(0);
-  int64_t i = 0;
-  for (; i + 8 <= n; i += 8) {
-    float32x4_t x0 = vld1q_f32(x + i), x1 = vld1q_f32(x + i + 4);
-    for (int r = 0; r < 4; r++) {
-      s0[r] = vfmaq_f32(s0[r], vld1q_f32(rows + r * stride + i), x0);
-      s1[r] = vfmaq_f32(s1[r], vld1q_f32(rows + r * stride + i + 4), x1);
-    }
-  }
-  for (int r = 0; r < 4; r++) {
-    out[r] = vaddvq_f32(vaddq_f32(s0[r], s1[r]));
-    if (i < n) out[r] += tail(rows + r * stride, x, i, n);
-  }
+static inline vec multiply_add(vec a, vec b, vec c) { return vfmaq_f32(c, a, b); }
+static inline vec add(vec a, vec b) { return vaddq_f32(a, b); }
+static inline vec subtract(vec a, vec b) { return vsubq_f32(a, b); }
+static inline vec multiply(vec a, vec b) { return vmulq_f32(a, b); }
+static inline vec larger(vec a, vec b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
+static inline vec bounded(vec low, vec v, vec high) { return vminq_f32(high, vmaxq_f32(low, v)); } /* both keep NaN */
+static inline vec nearest(vec v) { return vrndnq_f32(v); }
+
+static inline vec power_of_2(vec v) {
+  return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(v), vdupq_n_s32(127)), 23));
 }
 
-static void axpy(float *y, float a, const float *x, int64_t n) {
-  float32x4_t va = vdupq_n_f32(a);
-  int64_t i = 0;
-  for (; i + 4 <= n; i += 4) vst1q_f32(y + i, vfmaq_f32(vld1q_f32(y + i), va, vld1q_f32(x + i)));
-  for (; i < n; i++) y[i] += a * x[i];
+static inline bool all_finite(vec v) { return vminvq_u32(vcltq_f32(vabsq_f32(v), all(INFINITY))) != 0; }
+static inline float sum(vec v) { return vaddvq_f32(v); }
+
+static inline void sum4(vec a, vec b, vec c, vec d, float *out) {
+  vst1q_f32(out, vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d)));
 }
+
+#include "cpu/vector_kernels.h"
 
 static void f16_to_f32(const void *src, float *dst, int64_t n) {
   const uint16_t *s = src;
@@ -74,7 +75,9 @@ static void q8_0_to_f32(const void *src, float *dst, int64_t n) {
 }
 
 const m3_kernels m3_kernels_neon = {
-    "neon", dot, dot4, axpy, {[M3_TYPE_F16] = f16_to_f32, [M3_TYPE_BF16] = bf16_to_f32, [M3_TYPE_Q8_0] = q8_0_to_f32},
+    .name = "neon",
+    VECTOR_KERNELS,
+    .to_f32 = {[M3_TYPE_F16] = f16_to_f32, [M3_TYPE_BF16] = bf16_to_f32, [M3_TYPE_Q8_0] = q8_0_to_f32},
 };
 #else
 typedef int m3_no_neon;

@@ -32,19 +32,10 @@ static bool score_block(const m3_context *c, const m3_select_params *p, int32_t 
   bool finite = true;
   for (int32_t head = 0; head < h->n_index_head; head++) {
     const float *q = c->scratch->index_q + ((int64_t)row * h->n_index_head + head) * dim;
-    float best = -INFINITY, s[4];
-    for (int64_t j = 0; j < visible; j += 4) {
-      int64_t n = visible - j < 4 ? visible - j : 4;
-      if (n == 4)
-        c->kernels->dot4(keys + j * dim, dim, q, dim, s);
-      else
-        for (int64_t i = 0; i < n; i++) s[i] = c->kernels->dot(keys + (j + i) * dim, q, dim);
-      for (int64_t i = 0; i < n; i++) {
-        finite &= fabsf(s[i]) <= FLT_MAX;
-        if (s[i] > best) best = s[i];
-      }
-    }
-    to.out[head * to.stride] = best;
+    float s[M3_MAX_BLOCK];
+    c->kernels->dots(
+        &(m3_dots){.rows = keys, .row_stride = dim, .n_rows = visible, .x = q, .n_x = 1, .n = dim, .out = s});
+    to.out[head * to.stride] = c->kernels->largest(s, visible, &finite);
   }
   return finite;
 }
