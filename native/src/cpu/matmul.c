@@ -10,7 +10,7 @@
 /* Columns of a piece. Many rows of x: a tile of weights fits in the first cache and so does what passes it. Few rows:
  * the weights are read once and in long stretches. Both are whole blocks of every type. */
 #define MANY_COLUMNS 256
-#define FEW_COLUMNS 1024
+#define FEW_COLUMNS 512
 #define FEW_ROWS 4
 
 int64_t m3_matmul_floats(void) {
@@ -45,7 +45,8 @@ static void multiply_tile(const m3_context *c, const m3_matmul_params *p, tile t
     const char *piece = w + m3_row_bytes(type, i);
     d.rows = (const float *)(const void *)piece;
     d.row_stride = n_in;
-    if (type != M3_TYPE_F32) {
+    /* Many passes over rows that lie far apart would contend for the same lines of the cache. */
+    if (type != M3_TYPE_F32 || t.n_x > FEW_ROWS) {
       for (int64_t j = 0; j < t.count; j++)
         m3_convert_row(c->kernels, type, piece + j * row_bytes, converted + j * d.n, d.n);
       d.rows = converted;

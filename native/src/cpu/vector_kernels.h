@@ -134,6 +134,8 @@ static void dots(const m3_dots *p) {
   if (p->n_x > p->n_rows) {
     for (int64_t r = 0; r < p->n_x; r += 4) {
       int64_t nx = at_most(p->n_x - r, 4), step = nx == 4 ? 3 : 8;
+      for (int64_t next = r + nx; next < at_most(r + 8, p->n_x); next++)
+        for (int64_t i = 0; i < p->n; i += 16) __builtin_prefetch(p->x + next * p->x_stride + i);
       for (int64_t j = 0; j < p->n_rows; j += step) dots_block(p, r, nx, j, at_most(p->n_rows - j, step));
     }
     return;
