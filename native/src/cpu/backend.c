@@ -17,8 +17,8 @@ static void page_poison(const m3_page_params *p) {
 static int64_t max2(int64_t a, int64_t b) { return a > b ? a : b; }
 
 static int64_t thread_floats(const m3_hparams *h, int64_t max_blocks) {
-  int64_t select = h->n_index_head * max_blocks + h->top_k + (int64_t)h->block_size * h->index_dim;
-  int64_t floats = max2(max2(m3_matmul_floats(), select), max2(m3_attend_floats(h), 2 * h->n_expert));
+  int64_t floats =
+      max2(max2(m3_matmul_floats(), m3_select_floats(h, max_blocks)), max2(m3_attend_floats(h), 2 * h->n_expert));
   return (floats + 15) & ~(int64_t)15; /* whole cache lines, so that threads do not share one */
 }
 

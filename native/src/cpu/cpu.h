@@ -34,8 +34,9 @@ void m3_matmul(const m3_context *c, const m3_matmul_params *p);
 /* Floats of the per-thread buffer that it needs. */
 int64_t m3_matmul_floats(void);
 
-/* Floats of the per-thread buffer that attention needs. */
+/* Floats of the per-thread buffer that attention and selection need. */
 int64_t m3_attend_floats(const m3_hparams *h);
+int64_t m3_select_floats(const m3_hparams *h, int64_t max_blocks);
 
 /* out[i] = x[i] / sqrt(mean(x^2) + eps) * weight[i] for one row of n; out may be x. */
 void m3_rms_norm(const m3_context *c, const float *x, const float *weight, int64_t n, float *out);

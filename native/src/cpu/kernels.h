@@ -28,6 +28,9 @@ typedef struct m3_dots {
    * taken up by all but the first. These have a multiple of M3_LANES columns. NULL: the rows are whole. */
   float *partial;
   bool first, last;
+  /* Memory that will be read next, or NULL: it is fetched while these are computed. */
+  const void *next;
+  int64_t next_bytes;
 } m3_dots;
 
 /* acc[r * acc_stride + i] += p[r * p_stride + j] * v[j * v_stride + i], added for j = 0, 1, ... n_v - 1 in this order,

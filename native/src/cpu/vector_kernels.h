@@ -141,8 +141,13 @@ static void dots(const m3_dots *p) {
     return;
   }
   int64_t whole = p->n_x / 4 * 4, rest = p->n_x - whole;
-  for (int64_t j = 0; whole && j < p->n_rows; j += 3)
+  const char *next = p->next, *end = next + p->next_bytes;
+  int64_t share = (p->next_bytes * 3 / p->n_rows + 63) / 64 * 64; /* with three rows */
+  for (int64_t j = 0; whole && j < p->n_rows; j += 3) {
+    for (const char *stop = end - next < share ? end : next + share; next < stop; next += 64)
+      __builtin_prefetch(next, 0, 3);
     for (int64_t r = 0; r < whole; r += 4) dots_4x(p, r, j, at_most(p->n_rows - j, 3));
+  }
   for (int64_t j = 0; rest && j < p->n_rows; j += 8) dots_few(p, whole, rest, j, at_most(p->n_rows - j, 8));
 }
 
