@@ -183,7 +183,7 @@ static void run_select_and_attend(const engine *e, world *w) {
   int64_t blocks = blocks_of_case(c), lists = (int64_t)w->n * c->n_head_kv;
   float *scores = keep(w, (size_t)(lists * blocks) * sizeof(float));
   int32_t *with_scores = keep(w, (size_t)(lists * c->top_k) * sizeof(int32_t));
-  m3_select_params p = {&w->rows, w->cache, with_scores, scores, blocks, blocks};
+  m3_select_params p = {&w->rows, w->cache, with_scores, scores, blocks, blocks, 0};
   CHECK(e->backend->select(&x, &p), "%s, %s: not finite", c->name, e->kernels->name);
   p.blocks = w->scratch.blocks;
   p.scores = NULL;
@@ -462,81 +462,6 @@ static void check_row_independence(const engine *e) {
   free_world(w);
 }
 
-/* Lists, results and masses of selection and attention for the rows [first, first + n) of a world, as if they were the
- * whole chunk; dense results too. */
-typedef struct msa_result {
-  int32_t *blocks;
-  float *sparse, *mass, *dense;
-  int64_t n_lists, n_out, n_mass;
-} msa_result;
-
-static msa_result run_msa(const engine *e, world *w, int32_t first, int32_t n) {
-  const op_case *c = &w->c;
-  m3_scratch scratch = w->scratch;
-  scratch.q += (int64_t)first * c->n_head * c->head_dim;
-  scratch.index_q += (int64_t)first * c->n_head_kv * c->index_dim;
-  m3_context x = {&w->h, e->kernels, &scratch, NULL};
-  m3_rows rows = w->rows;
-  rows.n = n, rows.seq += first, rows.pos += first;
-  msa_result r = {.n_lists = (int64_t)n * c->n_head_kv * c->top_k,
-                  .n_out = (int64_t)n * c->n_head * c->head_dim,
-                  .n_mass = (int64_t)n * c->n_head * c->top_k};
-  r.blocks = keep(w, (size_t)r.n_lists * 4);
-  r.sparse = keep(w, (size_t)r.n_out * 4), r.dense = keep(w, (size_t)r.n_out * 4);
-  r.mass = keep(w, (size_t)r.n_mass * 4);
-  m3_select_params s = {.rows = &rows, .cache = w->cache, .blocks = r.blocks, .max_blocks = blocks_of_case(c)};
-  CHECK(e->backend->select(&x, &s), "%s: not finite", c->name);
-  e->backend->attend(&x, &(m3_attend_params){&rows, w->cache, r.blocks, r.sparse, r.mass});
-  e->backend->attend(&x, &(m3_attend_params){&rows, w->cache, NULL, r.dense, NULL});
-  return r;
-}
-
-/* A row selects and attends to the same bits alone, among neighbors, and with any number of threads. */
-static void check_msa_independence(const engine *e) {
-  static const int32_t types[][2] = {{F32, F32}, {F16, F16}, {BF16, BF16}, {Q8, Q8}, {Q4, F16}};
-  for (size_t t = 0; t < sizeof types / sizeof *types; t++) {
-    op_case c = {"independent rows",
-                 M3_HEADS,
-                 SMALL_FFN,
-                 .top_k = 9,
-                 .local_blocks = 2,
-                 .n_sequences = 2,
-                 .n_rows = 21,
-                 .context = 1800,
-                 .kv_type = types[t][0],
-                 .index_type = types[t][1]};
-    if (t == 0) c.n_head = 4, c.n_head_kv = 4; /* no two query heads share a KV head */
-    world *w = new_world(&c, e->backend, e->threads);
-    msa_result all = run_msa(e, w, 0, w->n);
-    for (int32_t row = 0; row < w->n; row += 5) {
-      msa_result one = run_msa(e, w, row, 1);
-      CHECK(memcmp(one.blocks, all.blocks + row * one.n_lists, (size_t)one.n_lists * 4) == 0 &&
-                memcmp(one.sparse, all.sparse + row * one.n_out, (size_t)one.n_out * 4) == 0 &&
-                memcmp(one.mass, all.mass + row * one.n_mass, (size_t)one.n_mass * 4) == 0 &&
-                memcmp(one.dense, all.dense + row * one.n_out, (size_t)one.n_out * 4) == 0,
-            "%s, types %d: row %d depends on its neighbors", e->kernels->name, (int)t, row);
-    }
-    world *v = new_world(&c, e->backend, 1);
-    const engine single = {e->backend, e->kernels, 1};
-    for (int32_t n = 1; n <= w->n; n += w->n - 1) {
-      msa_result a = run_msa(e, w, 0, n), b = run_msa(&single, v, 0, n);
-      CHECK(memcmp(a.blocks, b.blocks, (size_t)a.n_lists * 4) == 0 &&
-                memcmp(a.sparse, b.sparse, (size_t)a.n_out * 4) == 0 &&
-                memcmp(a.mass, b.mass, (size_t)a.n_mass * 4) == 0 && memcmp(a.dense, b.dense, (size_t)a.n_out * 4) == 0,
-            "%s, types %d: %d rows depend on the number of threads", e->kernels->name, (int)t, n);
-    }
-    /* Where every visible block is listed, sparse attention is dense attention. */
-    c.context = 9 * c.block_size, c.n_sequences = 1;
-    world *short_one = new_world(&c, e->backend, e->threads);
-    msa_result r = run_msa(e, short_one, 0, short_one->n);
-    CHECK(memcmp(r.sparse, r.dense, (size_t)r.n_out * 4) == 0, "%s, types %d: all blocks are not dense attention",
-          e->kernels->name, (int)t);
-    free_world(w);
-    free_world(v);
-    free_world(short_one);
-  }
-}
-
 int main(void) {
   const engine spec = {&m3_cpu_backend, &m3_kernels_scalar, 1};
   static const m3_isa isas[] = {M3_ISA_SCALAR, M3_ISA_AVX2, M3_ISA_AVX512, M3_ISA_NEON};
@@ -555,7 +480,6 @@ int main(void) {
       check_ties(&e);
       check_not_finite(&e);
       check_row_independence(&e);
-      check_msa_independence(&e);
     }
   }
   return finish("test_ops");

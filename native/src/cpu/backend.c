@@ -1,6 +1,7 @@
 #include <string.h>
 
 #include "cpu/cpu.h"
+#include "cpu/low_bit.h"
 
 static void *cpu_alloc(uint64_t bytes) { return m3_alloc(bytes, 1); }
 
@@ -31,6 +32,7 @@ const m3_backend m3_cpu_backend = {
     .copy = copy,
     .page_copy = page_copy,
     .page_poison = page_poison,
+    .low_bit_page_bytes = m3_low_bit_page_bytes,
     .thread_floats = thread_floats,
     .embed = m3_cpu_embed,
     .prepare = m3_cpu_prepare,

@@ -45,6 +45,18 @@ typedef struct m3_accumulate {
   int64_t n;
 } m3_accumulate;
 
+/* out[i] = largest over n keys of s (t D + slack) + e norm + FLT_MIN, in these steps of float32, for four queries: (s,
+ * e) = pairs[j], (t, slack, norm) = factors[i, 4 + i, 8 + i], D = the exact sum of products of codes of key j and query
+ * i, which fits in 32 bits. Infinite if one of them is NaN or infinite. See low_bit.h. */
+typedef struct m3_bounds {
+  const int8_t *codes;    /* [n, stride] */
+  const float *pairs;     /* [n, 2] */
+  int64_t n, stride;      /* a multiple of 32 */
+  const int16_t *queries; /* [4, stride] */
+  const float *factors;   /* [3, 4] */
+  float *out;             /* [4] */
+} m3_bounds;
+
 typedef struct m3_kernels {
   const char *name;
 
@@ -63,6 +75,8 @@ typedef struct m3_kernels {
 
   /* x[i] = exp((x[i] - shift) * scale) within 2 units of the last place, and their sum. NaN stays NaN. */
   float (*exp_sum)(float *x, int64_t n, float shift, float scale);
+
+  void (*bounds)(const m3_bounds *p);
 
   /* Rows of a storage type to float32 by its number; NULL: the type's own decoder is used. */
   m3_decoder to_f32[M3_TYPE_MXFP4 + 1];

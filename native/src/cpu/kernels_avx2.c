@@ -1,5 +1,6 @@
 /* AVX2 + FMA + F16C. */
 #if defined(__x86_64__)
+#include <float.h>
 #include <immintrin.h>
 #include <math.h>
 
@@ -7,6 +8,9 @@
 #include "cpu/kernels.h"
 #include "quant/blocks.h"
 #include "quant/half.h"
+
+/* Bytes of codes between those at work and those that are fetched. */
+#define FETCH_AHEAD 4096
 
 typedef __m256 vec;
 enum { LANES = 8 };
@@ -55,6 +59,54 @@ static inline void sum4(vec a, vec b, vec c, vec d, float *out) {
 
 #include "cpu/vector_kernels.h"
 
+/* The bounds of one key for four queries, whose products are d, taken into best; bad becomes all ones where one is
+ * none. */
+static inline void take_bound(const m3_bounds *p, int64_t j, __m128i d, __m128 *best, __m128 *bad) {
+  __m128 t = _mm_mul_ps(_mm_loadu_ps(p->factors), _mm_cvtepi32_ps(d));
+  __m128 bound = _mm_mul_ps(_mm_set1_ps(p->pairs[2 * j]), _mm_add_ps(t, _mm_loadu_ps(p->factors + 4)));
+  bound = _mm_add_ps(bound, _mm_mul_ps(_mm_set1_ps(p->pairs[2 * j + 1]), _mm_loadu_ps(p->factors + 8)));
+  bound = _mm_add_ps(bound, _mm_set1_ps(FLT_MIN));
+  *bad = _mm_or_ps(*bad, _mm_cmpnle_ps(bound, _mm_set1_ps(FLT_MAX)));
+  *best = _mm_max_ps(*best, bound);
+}
+
+static inline void store_bounds(float *out, __m128 best, __m128 bad) {
+  _mm_storeu_ps(out, _mm_blendv_ps(best, _mm_set1_ps(INFINITY), bad));
+}
+
+/* Sums of the lanes of four vectors. */
+static inline __m128i sums_of(__m256i a, __m256i b, __m256i c, __m256i d) {
+  __m256i s = _mm256_hadd_epi32(_mm256_hadd_epi32(a, b), _mm256_hadd_epi32(c, d));
+  return _mm_add_epi32(_mm256_castsi256_si128(s), _mm256_extracti128_si256(s, 1));
+}
+
+static inline __m256i codes16(const int8_t *p) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p)); }
+
+static void bounds(const m3_bounds *p) {
+  __m128 best = _mm_set1_ps(-INFINITY), bad = _mm_setzero_ps();
+  const int16_t *q = p->queries;
+  for (int64_t j = 0; j < p->n; j += 2) { /* two keys share the loads of the queries */
+    bool two = j + 1 < p->n;
+    const int8_t *k0 = p->codes + j * p->stride, *k1 = two ? k0 + p->stride : k0;
+    __m256i s[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) s[i] = _mm256_setzero_si256();
+    for (int64_t i = 0; i < p->stride; i += 16) {
+      __m256i a = codes16(k0 + i), b = codes16(k1 + i);
+      _mm_prefetch((const char *)k0 + i * 2 + FETCH_AHEAD, _MM_HINT_T0);
+#pragma GCC unroll 4
+      for (int h = 0; h < 4; h++) {
+        __m256i x = _mm256_loadu_si256((const __m256i *)(q + h * p->stride + i));
+        s[h] = _mm256_add_epi32(s[h], _mm256_madd_epi16(a, x));
+        s[4 + h] = _mm256_add_epi32(s[4 + h], _mm256_madd_epi16(b, x));
+      }
+    }
+    take_bound(p, j, sums_of(s[0], s[1], s[2], s[3]), &best, &bad);
+    if (two) take_bound(p, j + 1, sums_of(s[4], s[5], s[6], s[7]), &best, &bad);
+  }
+  store_bounds(p->out, best, bad);
+}
+
 static void f16_to_f32(const void *src, float *dst, int64_t n) {
   const uint16_t *s = src;
   int64_t i = 0;
@@ -86,6 +138,7 @@ static void q8_0_to_f32(const void *src, float *dst, int64_t n) {
 const m3_kernels m3_kernels_avx2 = {
     .name = "avx2",
     VECTOR_KERNELS,
+    .bounds = bounds,
     .to_f32 = {[M3_TYPE_F16] = f16_to_f32,
                [M3_TYPE_BF16] = bf16_to_f32,
                [M3_TYPE_Q8_0] = q8_0_to_f32,

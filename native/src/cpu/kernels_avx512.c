@@ -1,5 +1,6 @@
 /* AVX-512 F, BW, VL, DQ. */
 #if defined(__x86_64__)
+#include <float.h>
 #include <immintrin.h>
 #include <math.h>
 
@@ -10,6 +11,9 @@
 
 /* The first n of 16 lanes; the others read as zero and touch no memory. */
 static inline __mmask16 lanes(int64_t n) { return (__mmask16)((1u << n) - 1); }
+
+/* Bytes of codes between those at work and those that are fetched. */
+#define FETCH_AHEAD 4096
 
 typedef __m512 vec;
 enum { LANES = 16 };
@@ -57,6 +61,58 @@ static inline void sum4(vec a, vec b, vec c, vec d, float *out) {
 
 #include "cpu/vector_kernels.h"
 
+/* The bounds of one key for four queries, whose products are d, taken into best; bad becomes all ones where one is
+ * none. */
+static inline void take_bound(const m3_bounds *p, int64_t j, __m128i d, __m128 *best, __m128 *bad) {
+  __m128 t = _mm_mul_ps(_mm_loadu_ps(p->factors), _mm_cvtepi32_ps(d));
+  __m128 bound = _mm_mul_ps(_mm_set1_ps(p->pairs[2 * j]), _mm_add_ps(t, _mm_loadu_ps(p->factors + 4)));
+  bound = _mm_add_ps(bound, _mm_mul_ps(_mm_set1_ps(p->pairs[2 * j + 1]), _mm_loadu_ps(p->factors + 8)));
+  bound = _mm_add_ps(bound, _mm_set1_ps(FLT_MIN));
+  *bad = _mm_or_ps(*bad, _mm_cmpnle_ps(bound, _mm_set1_ps(FLT_MAX)));
+  *best = _mm_max_ps(*best, bound);
+}
+
+static inline void store_bounds(float *out, __m128 best, __m128 bad) {
+  _mm_storeu_ps(out, _mm_blendv_ps(best, _mm_set1_ps(INFINITY), bad));
+}
+
+/* Sums of the lanes of four vectors. */
+static inline __m128i sums_of(__m512i a, __m512i b, __m512i c, __m512i d) {
+  __m256i ha = _mm256_add_epi32(_mm512_castsi512_si256(a), _mm512_extracti64x4_epi64(a, 1));
+  __m256i hb = _mm256_add_epi32(_mm512_castsi512_si256(b), _mm512_extracti64x4_epi64(b, 1));
+  __m256i hc = _mm256_add_epi32(_mm512_castsi512_si256(c), _mm512_extracti64x4_epi64(c, 1));
+  __m256i hd = _mm256_add_epi32(_mm512_castsi512_si256(d), _mm512_extracti64x4_epi64(d, 1));
+  __m256i s = _mm256_hadd_epi32(_mm256_hadd_epi32(ha, hb), _mm256_hadd_epi32(hc, hd));
+  return _mm_add_epi32(_mm256_castsi256_si128(s), _mm256_extracti128_si256(s, 1));
+}
+
+static inline __m512i codes32(const int8_t *p) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)p)); }
+
+static void bounds(const m3_bounds *p) {
+  __m128 best = _mm_set1_ps(-INFINITY), bad = _mm_setzero_ps();
+  const int16_t *q = p->queries;
+  for (int64_t j = 0; j < p->n; j += 2) { /* two keys share the loads of the queries */
+    bool two = j + 1 < p->n;
+    const int8_t *k0 = p->codes + j * p->stride, *k1 = two ? k0 + p->stride : k0;
+    __m512i s[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) s[i] = _mm512_setzero_si512();
+    for (int64_t i = 0; i < p->stride; i += 32) {
+      __m512i a = codes32(k0 + i), b = codes32(k1 + i);
+      _mm_prefetch((const char *)k0 + i * 2 + FETCH_AHEAD, _MM_HINT_T0);
+#pragma GCC unroll 4
+      for (int h = 0; h < 4; h++) {
+        __m512i x = _mm512_loadu_si512(q + h * p->stride + i);
+        s[h] = _mm512_add_epi32(s[h], _mm512_madd_epi16(a, x));
+        s[4 + h] = _mm512_add_epi32(s[4 + h], _mm512_madd_epi16(b, x));
+      }
+    }
+    take_bound(p, j, sums_of(s[0], s[1], s[2], s[3]), &best, &bad);
+    if (two) take_bound(p, j + 1, sums_of(s[4], s[5], s[6], s[7]), &best, &bad);
+  }
+  store_bounds(p->out, best, bad);
+}
+
 static void f16_to_f32(const void *src, float *dst, int64_t n) {
   const uint16_t *s = src;
   for (int64_t i = 0; i < n; i += 16) {
@@ -88,6 +144,7 @@ static void q8_0_to_f32(const void *src, float *dst, int64_t n) {
 const m3_kernels m3_kernels_avx512 = {
     .name = "avx512",
     VECTOR_KERNELS,
+    .bounds = bounds,
     .to_f32 = {[M3_TYPE_F16] = f16_to_f32,
                [M3_TYPE_BF16] = bf16_to_f32,
                [M3_TYPE_Q8_0] = q8_0_to_f32,

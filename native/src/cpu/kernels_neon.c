@@ -1,6 +1,7 @@
 /* NEON of every AArch64 processor. */
 #if defined(__aarch64__)
 #include <arm_neon.h>
+#include <float.h>
 #include <math.h>
 
 #include "cpu/kernels.h"
@@ -48,6 +49,32 @@ static inline void sum4(vec a, vec b, vec c, vec d, float *out) {
 
 #include "cpu/vector_kernels.h"
 
+static void bounds(const m3_bounds *p) {
+  float32x4_t best = all(-INFINITY), t = vld1q_f32(p->factors), slack = vld1q_f32(p->factors + 4);
+  float32x4_t norm = vld1q_f32(p->factors + 8);
+  uint32x4_t bad = vdupq_n_u32(0);
+  for (int64_t j = 0; j < p->n; j++) {
+    const int8_t *codes = p->codes + j * p->stride;
+    int32x4_t s[4];
+    for (int h = 0; h < 4; h++) s[h] = vdupq_n_s32(0);
+    for (int64_t i = 0; i < p->stride; i += 8) {
+      int16x8_t k = vmovl_s8(vld1_s8(codes + i));
+#pragma GCC unroll 4
+      for (int h = 0; h < 4; h++) {
+        int16x8_t x = vld1q_s16(p->queries + h * p->stride + i);
+        s[h] = vmlal_s16(s[h], vget_low_s16(k), vget_low_s16(x));
+        s[h] = vmlal_high_s16(s[h], k, x);
+      }
+    }
+    int32x4_t d = vpaddq_s32(vpaddq_s32(s[0], s[1]), vpaddq_s32(s[2], s[3]));
+    float32x4_t bound = vmulq_n_f32(vaddq_f32(vmulq_f32(t, vcvtq_f32_s32(d)), slack), p->pairs[2 * j]);
+    bound = vaddq_f32(vaddq_f32(bound, vmulq_n_f32(norm, p->pairs[2 * j + 1])), all(FLT_MIN));
+    bad = vorrq_u32(bad, vmvnq_u32(vcleq_f32(bound, all(FLT_MAX))));
+    best = larger(bound, best);
+  }
+  vst1q_f32(p->out, vbslq_f32(bad, all(INFINITY), best));
+}
+
 static void f16_to_f32(const void *src, float *dst, int64_t n) {
   const uint16_t *s = src;
   int64_t i = 0;
@@ -77,6 +104,7 @@ static void q8_0_to_f32(const void *src, float *dst, int64_t n) {
 const m3_kernels m3_kernels_neon = {
     .name = "neon",
     VECTOR_KERNELS,
+    .bounds = bounds,
     .to_f32 = {[M3_TYPE_F16] = f16_to_f32, [M3_TYPE_BF16] = bf16_to_f32, [M3_TYPE_Q8_0] = q8_0_to_f32},
 };
 #else

@@ -87,6 +87,20 @@ static float exp_sum(float *x, int64_t n, float shift, float scale) {
   return total(sum);
 }
 
+static void bounds(const m3_bounds *p) {
+  for (int i = 0; i < 4; i++) {
+    float best = -INFINITY, t = p->factors[i], slack = p->factors[4 + i], norm = p->factors[8 + i];
+    for (int64_t j = 0; j < p->n; j++) {
+      int32_t d = 0;
+      for (int64_t k = 0; k < p->stride; k++) d += p->codes[j * p->stride + k] * p->queries[i * p->stride + k];
+      float bound = (p->pairs[2 * j] * (t * (float)d + slack) + p->pairs[2 * j + 1] * norm) + FLT_MIN;
+      if (!(bound <= FLT_MAX)) bound = INFINITY;
+      if (bound > best) best = bound;
+    }
+    p->out[i] = best;
+  }
+}
+
 const m3_kernels m3_kernels_scalar = {
     .name = "scalar",
     .dot = dot,
@@ -95,4 +109,5 @@ const m3_kernels m3_kernels_scalar = {
     .accumulate = accumulate,
     .largest = largest,
     .exp_sum = exp_sum,
+    .bounds = bounds,
 };

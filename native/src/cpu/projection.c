@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "cpu/cpu.h"
+#include "cpu/low_bit.h"
 #include "quant/traits.h"
 
 /* RoPE, NeoX halves: channels i and i + n_rot / 2 turn together, the rest stay. */
@@ -64,6 +65,12 @@ static void finish_row(const m3_context *c, const m3_prepare_params *p, int32_t 
   float *k = s->index_k + (int64_t)row * h->index_dim;
   norm_and_rotate(c, rows, row, &w[M3_INDEX_K_NORM], h->index_dim, k);
   store(p->cache.index_type, k, p->cache.index, page * h->block_size + slot, h->index_dim);
+  if (!p->cache.low_bit) return;
+  float stored[M3_MAX_HEAD_DIM]; /* what the exact scan reads, and not k */
+  int64_t bytes = m3_row_bytes(p->cache.index_type, h->index_dim);
+  const char *at = (const char *)p->cache.index + (page * h->block_size + slot) * bytes;
+  m3_convert_row(c->kernels, p->cache.index_type, at, stored, h->index_dim);
+  m3_low_bit_store(h, p->cache.low_bit, page, slot, stored);
 }
 
 static void project(const m3_context *c, const m3_weight *w, int32_t n, float *y) {

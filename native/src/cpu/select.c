@@ -6,11 +6,10 @@
  * from the same products either way, so that the lists are the same. */
 #include <math.h>
 
-#include "cpu/block_list.h"
-#include "cpu/cpu.h"
+#include "cpu/low_bit.h"
+#include "cpu/select.h"
 
 #define KEYS 128    /* of a block that are converted together for many queries */
-#define FEW_KEYS 32 /* for the queries of one row: these stay in the first cache */
 #define QUERIES 16  /* whose products with them are computed together */
 #define MAX_ROWS 64 /* that one task takes together */
 
@@ -20,69 +19,46 @@ static int64_t rows_together(const m3_hparams *h) {
   return rows < 1 ? 1 : rows > MAX_ROWS ? MAX_ROWS : rows;
 }
 
-/* A thread's buffers. */
-typedef struct buffers {
-  float *keys;    /* [KEYS, index_dim] converted */
-  float *product; /* [QUERIES, KEYS] */
-  float *best;    /* [rows_together, n_index_head] of the block at work */
-  float *kept;    /* [rows_together, n_index_head, top_k] scores of the lists */
-  float *scores;  /* [n_index_head, max_blocks] of a single row */
-} buffers;
+/* Floats whose place the codes of a row's queries take. */
+static int64_t query_floats(const m3_hparams *h) {
+  return (h->n_index_head + 3) / 4 * 4 * m3_low_bit_stride(h->index_dim) / 2;
+}
 
 int64_t m3_select_floats(const m3_hparams *h, int64_t max_blocks) {
   int64_t queries = rows_together(h) * h->n_index_head;
-  return (int64_t)KEYS * h->index_dim + QUERIES * KEYS + queries * (1 + h->top_k) + h->n_index_head * max_blocks;
+  return (int64_t)KEYS * h->index_dim + QUERIES * KEYS + queries * (1 + h->top_k) + (h->n_index_head + 2) * max_blocks +
+         query_floats(h);
 }
 
-static buffers buffers_of(const m3_context *c, int64_t thread) {
+m3_select_buffers m3_select_buffers_of(const m3_context *c, const m3_select_params *p, int64_t thread) {
   const m3_hparams *h = c->hparams;
   int64_t queries = rows_together(h) * h->n_index_head;
-  buffers b;
+  m3_select_buffers b;
   b.keys = c->scratch->thread + thread * c->scratch->thread_floats;
   b.product = b.keys + (int64_t)KEYS * h->index_dim;
   b.best = b.product + QUERIES * KEYS;
   b.kept = b.best + queries;
   b.scores = b.kept + queries * h->top_k;
+  b.queries = (int16_t *)(void *)(b.scores + (h->n_index_head + 2) * p->max_blocks);
+  b.marks = (int32_t *)(void *)(b.scores + h->n_index_head * p->max_blocks);
   return b;
-}
-
-static int64_t blocks_of(const m3_context *c, const m3_select_params *p, int64_t row) {
-  return p->rows->pos[row] / c->hparams->block_size + 1;
 }
 
 /* Without a choice every visible block is read, whatever its score. */
 static bool chooses(const m3_context *c, const m3_select_params *p, int64_t row) {
-  return blocks_of(c, p, row) > c->hparams->top_k || p->scores;
-}
-
-/* Tokens of a block that a row sees, not positive if none. */
-static int64_t visible(const m3_context *c, const m3_select_params *p, int64_t row, int64_t block) {
-  int64_t size = c->hparams->block_size, n = p->rows->pos[row] + 1 - block * size;
-  return n < size ? n : size;
-}
-
-static int32_t *list_of(const m3_context *c, const m3_select_params *p, int64_t row, int64_t head) {
-  return p->blocks + (row * c->hparams->n_index_head + head) * c->hparams->top_k;
+  return m3_seen_blocks(c, p, row) > c->hparams->top_k || p->scores;
 }
 
 /* ---------------------------------------------------------------------------------------------- scores */
 
-/* One block and the queries of rows [first, first + n) of one sequence, all their heads. */
-typedef struct scoring {
-  int64_t block, first, n;
-  int64_t keys; /* converted together */
-  const void *next;
-} scoring;
-
-/* best[row, head] = largest q . k of the block's tokens that the row sees, -infinity if it sees none. False if a
- * product is not finite. */
-static bool score_block(const m3_context *c, const m3_select_params *p, scoring s, const buffers *b, float *best) {
+bool m3_score_block(const m3_context *c, const m3_select_params *p, m3_scoring s, const m3_select_buffers *b,
+                    float *best) {
   const m3_hparams *h = c->hparams;
   int64_t dim = h->index_dim, heads = h->n_index_head, queries = s.n * heads, tokens = 0;
   for (int64_t r = s.first; r < s.first + s.n; r++)
-    if (visible(c, p, r, s.block) > tokens) tokens = visible(c, p, r, s.block);
-  int64_t page = p->rows->tables[p->rows->seq[s.first]][s.block], row_bytes = m3_row_bytes(p->cache.index_type, dim);
-  const char *src = (const char *)p->cache.index + page * h->block_size * row_bytes;
+    if (m3_seen_tokens(c, p, r, s.block) > tokens) tokens = m3_seen_tokens(c, p, r, s.block);
+  int64_t row_bytes = m3_row_bytes(p->cache.index_type, dim);
+  const char *src = m3_index_keys(c, p, s.first, s.block);
   const float *x = c->scratch->index_q + s.first * heads * dim;
   bool finite = true;
   for (int64_t i = 0; i < queries; i++) best[i] = -INFINITY;
@@ -107,7 +83,7 @@ static bool score_block(const m3_context *c, const m3_select_params *p, scoring 
                                   .next = s.next && j + n == tokens ? s.next : src + (j + n) * row_bytes,
                                   .next_bytes = first == 0 && (s.next || j + n < tokens) ? n * row_bytes : 0});
       for (int64_t i = first; i < first + n_x; i++) {
-        int64_t seen = visible(c, p, s.first + i / heads, s.block) - j;
+        int64_t seen = m3_seen_tokens(c, p, s.first + i / heads, s.block) - j;
         if (seen <= 0) continue;
         float most = c->kernels->largest(b->product + (i - first) * KEYS, seen < n ? seen : n, &finite);
         if (most > best[i]) best[i] = most;
@@ -125,32 +101,34 @@ static void record(const m3_context *c, const m3_select_params *p, int64_t row, 
 /* ---------------------------------------------------------------------------------------------- many rows */
 
 /* Rows [first, first + n) of one sequence, n at most rows_together. */
-static bool select_rows(const m3_context *c, const m3_select_params *p, int64_t first, int64_t n, const buffers *b) {
+static bool select_rows(const m3_context *c, const m3_select_params *p, int64_t first, int64_t n,
+                        const m3_select_buffers *b) {
   const m3_hparams *h = c->hparams;
   int64_t heads = h->n_index_head, end = 0;
   m3_block_list lists[M3_MAX_HEADS];
   bool finite = true;
   for (int64_t i = 0; i < n * heads; i++) {
     int64_t row = first + i / heads;
-    lists[i] = m3_block_list_start(h, blocks_of(c, p, row), list_of(c, p, row, i % heads), b->kept + i * h->top_k);
-    if (chooses(c, p, row) && blocks_of(c, p, row) > end) end = blocks_of(c, p, row);
-    for (int64_t block = blocks_of(c, p, row); p->scores && block < p->n_blocks; block++)
+    lists[i] =
+        m3_block_list_start(h, m3_seen_blocks(c, p, row), m3_list_of(c, p, row, i % heads), b->kept + i * h->top_k);
+    if (chooses(c, p, row) && m3_seen_blocks(c, p, row) > end) end = m3_seen_blocks(c, p, row);
+    for (int64_t block = m3_seen_blocks(c, p, row); p->scores && block < p->n_blocks; block++)
       p->scores[(row * heads + i % heads) * p->n_blocks + block] = -INFINITY;
   }
   for (int64_t block = 0; block < end; block++) {
     int64_t from = 0; /* rows before it need no score of this block */
-    while (block >= blocks_of(c, p, first + from) || !chooses(c, p, first + from)) from++;
-    finite &= score_block(c, p, (scoring){block, first + from, n - from, KEYS, NULL}, b, b->best);
+    while (block >= m3_seen_blocks(c, p, first + from) || !chooses(c, p, first + from)) from++;
+    finite &= m3_score_block(c, p, (m3_scoring){block, first + from, n - from, KEYS, NULL}, b, b->best);
     for (int64_t r = from; r < n; r++) {
       const float *best = b->best + (r - from) * heads;
-      if (block >= blocks_of(c, p, first + r)) continue;
+      if (block >= m3_seen_blocks(c, p, first + r)) continue;
       record(c, p, first + r, block, best);
-      if (block >= m3_competing_blocks(h, blocks_of(c, p, first + r))) continue;
+      if (block >= m3_competing_blocks(h, m3_seen_blocks(c, p, first + r))) continue;
       for (int64_t head = 0; head < heads; head++) m3_block_list_add(&lists[r * heads + head], block, best[head]);
     }
   }
   for (int64_t i = 0; i < n * heads; i++) {
-    int64_t n_blocks = blocks_of(c, p, first + i / heads);
+    int64_t n_blocks = m3_seen_blocks(c, p, first + i / heads);
     if (n_blocks > h->top_k)
       m3_block_list_finish(&lists[i], h, n_blocks);
     else
@@ -165,7 +143,7 @@ static bool select_tiles(const m3_context *c, const m3_select_params *p) {
   bool finite = true;
 #pragma omp parallel num_threads(c->scratch->n_threads) reduction(&& : finite)
   {
-    buffers b = buffers_of(c, m3_thread_index());
+    m3_select_buffers b = m3_select_buffers_of(c, p, m3_thread_index());
 #pragma omp for schedule(dynamic)
     for (int64_t first = 0; first < p->rows->n; first += size) {
       int64_t end = first + size < p->rows->n ? first + size : p->rows->n;
@@ -184,42 +162,46 @@ static bool select_tiles(const m3_context *c, const m3_select_params *p) {
 /* One row, its blocks shared out among the threads. */
 static bool select_single(const m3_context *c, const m3_select_params *p, int64_t row) {
   const m3_hparams *h = c->hparams;
-  int64_t n_blocks = blocks_of(c, p, row), heads = h->n_index_head;
-  buffers shared = buffers_of(c, 0); /* thread 0's scores and lists */
-  const int32_t *table = p->rows->tables[p->rows->seq[row]];
-  int64_t page_bytes = h->block_size * m3_row_bytes(p->cache.index_type, h->index_dim);
+  int64_t n_blocks = m3_seen_blocks(c, p, row), heads = h->n_index_head;
+  m3_select_buffers shared = m3_select_buffers_of(c, p, 0); /* thread 0's scores and lists */
   bool finite = true;
 #pragma omp parallel num_threads(m3_threads_for(c, n_blocks * h->block_size * h->index_dim * heads)) \
     reduction(&& : finite)
   {
-    buffers b = buffers_of(c, m3_thread_index());
+    m3_select_buffers b = m3_select_buffers_of(c, p, m3_thread_index());
 #pragma omp for schedule(static)
     for (int64_t block = 0; block < n_blocks; block++) {
-      const char *next = block + 1 < n_blocks ? (const char *)p->cache.index + table[block + 1] * page_bytes : NULL;
-      bool ok = score_block(c, p, (scoring){block, row, 1, FEW_KEYS, next}, &b, b.best);
+      const void *next = block + 1 < n_blocks ? m3_index_keys(c, p, row, block + 1) : NULL;
+      bool ok = m3_score_block(c, p, (m3_scoring){block, row, 1, M3_FEW_KEYS, next}, &b, b.best);
       finite = finite && ok;
       for (int64_t head = 0; head < heads; head++) shared.scores[head * p->max_blocks + block] = b.best[head];
     }
   }
   for (int64_t head = 0; head < heads; head++) {
     const float *scores = shared.scores + head * p->max_blocks;
-    m3_block_list list = m3_block_list_start(h, n_blocks, list_of(c, p, row, head), shared.kept);
+    m3_block_list list = m3_block_list_start(h, n_blocks, m3_list_of(c, p, row, head), shared.kept);
     for (int64_t b = 0; b < m3_competing_blocks(h, n_blocks); b++) m3_block_list_add(&list, b, scores[b]);
     m3_block_list_finish(&list, h, n_blocks);
   }
   return finite;
 }
 
+/* Rows that the low-bit scan takes one by one; for more the full scan shares keys among them. */
+#define LOW_BIT_ROWS 8
+
 bool m3_cpu_select(const m3_context *c, const m3_select_params *p) {
-  if (p->scores || p->rows->n >= 2 * c->scratch->n_threads) return select_tiles(c, p);
+  bool low_bit = p->cache.low_bit && p->rows->n <= LOW_BIT_ROWS && p->max_blocks >= p->low_bit_from;
+  if (p->scores || (p->rows->n >= 2 * c->scratch->n_threads && !low_bit)) return select_tiles(c, p);
   bool finite = true;
   for (int64_t row = 0; row < p->rows->n; row++) {
-    if (chooses(c, p, row)) {
-      finite &= select_single(c, p, row);
+    int64_t n_blocks = m3_seen_blocks(c, p, row);
+    if (!chooses(c, p, row)) {
+      for (int64_t head = 0; head < c->hparams->n_index_head; head++)
+        m3_block_list_all(c->hparams, n_blocks, m3_list_of(c, p, row, head));
       continue;
     }
-    for (int64_t head = 0; head < c->hparams->n_index_head; head++)
-      m3_block_list_all(c->hparams, blocks_of(c, p, row), list_of(c, p, row, head));
+    if (low_bit && n_blocks >= p->low_bit_from && m3_select_low_bit(c, p, row, &finite)) continue;
+    finite &= select_single(c, p, row);
   }
   return finite;
 }
