@@ -17,9 +17,6 @@ static inline int32_t m3_threads_for(const m3_context *c, int64_t work) {
   return work < 65536 ? 1 : c->scratch->n_threads;
 }
 
-/* Output rows of a weight that are converted to float32 together. */
-#define M3_MATMUL_TILE 16
-
 /* y[r * ldy + j] = x[r] . w[j] for r < n, j < rows of the weight; x is [n, columns of the weight], contiguous.
  * `expert` picks a matrix of a stacked weight, 0 for a plain one. With `add` the product is added to y. */
 typedef struct m3_matmul_params {
@@ -33,6 +30,13 @@ typedef struct m3_matmul_params {
 } m3_matmul_params;
 
 void m3_matmul(const m3_context *c, const m3_matmul_params *p);
+
+/* Floats of the per-thread buffer that it needs. */
+int64_t m3_matmul_floats(void);
+
+/* Floats of the per-thread buffer that attention and selection need. */
+int64_t m3_attend_floats(const m3_hparams *h);
+int64_t m3_select_floats(const m3_hparams *h, int64_t max_blocks);
 
 /* out[i] = x[i] / sqrt(mean(x^2) + eps) * weight[i] for one row of n; out may be x. */
 void m3_rms_norm(const m3_context *c, const float *x, const float *weight, int64_t n, float *out);

@@ -78,19 +78,18 @@ void m3_cpu_shared(const m3_context *c, const m3_ffn_params *p) {
                         p->hidden, true, M3_INPUT_SHARED_DOWN});
 }
 
-/* The chosen experts of one row: sigmoid of the logits plus bias ranks them (ties to the lower id), their unbiased
- * sigmoids over their sum weigh them. `work` holds 2 * n_expert floats. False if a logit or bias is not finite. */
+/* The chosen experts of one row from its logits: sigmoid of the logits plus bias ranks them (ties to the lower id),
+ * their unbiased sigmoids over their sum weigh them. `work` holds 2 * n_expert floats. False if a logit or bias is not
+ * finite. */
 static bool route_row(const m3_context *c, const m3_ffn_params *p, int32_t row, float *work) {
   const m3_hparams *h = c->hparams;
   const m3_scratch *s = c->scratch;
-  const float *w = m3_vector(&p->layer->w[M3_ROUTER]), *bias = m3_vector(&p->layer->w[M3_ROUTER_BIAS]);
-  const float *x = s->normed + (int64_t)row * h->n_embd;
+  const float *logits = s->logits + (int64_t)row * h->n_expert, *bias = m3_vector(&p->layer->w[M3_ROUTER_BIAS]);
   float *prob = work, *rank = work + h->n_expert;
   bool finite = true;
   for (int32_t e = 0; e < h->n_expert; e++) {
-    float logit = c->kernels->dot(w + (int64_t)e * h->n_embd, x, h->n_embd);
-    finite &= fabsf(logit) <= FLT_MAX;
-    prob[e] = 1.0f / (1.0f + expf(-logit));
+    finite &= fabsf(logits[e]) <= FLT_MAX;
+    prob[e] = 1.0f / (1.0f + expf(-logits[e]));
     rank[e] = prob[e] + bias[e];
     finite &= fabsf(rank[e]) <= FLT_MAX;
   }
@@ -115,9 +114,10 @@ bool m3_cpu_router(const m3_context *c, const m3_ffn_params *p) {
   m3_scratch *s = c->scratch;
   norm_rows(c, p);
   m3_sum_squares(c, M3_INPUT_FFN, 0, s->normed, p->n);
+  const m3_weight *router = &p->layer->w[M3_ROUTER];
+  m3_matmul(c, &(m3_matmul_params){router, 0, s->normed, p->n, s->logits, c->hparams->n_expert, false});
   bool finite = true;
-#pragma omp parallel num_threads(m3_threads_for(c, (int64_t)p->n * c->hparams->n_expert * c->hparams->n_embd)) \
-    reduction(&& : finite)
+#pragma omp parallel num_threads(m3_threads_for(c, 16 * (int64_t)p->n * c->hparams->n_expert)) reduction(&& : finite)
   {
     float *work = s->thread + m3_thread_index() * s->thread_floats;
 #pragma omp for schedule(static)
