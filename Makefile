@@ -30,7 +30,7 @@ C_TESTS := $(patsubst tests/native/%.c,%,$(wildcard tests/native/test_*.c))
 C_TEST_HEADERS := $(wildcard tests/native/*.h)
 
 ifeq ($(shell uname -m),x86_64)
-%/cpu/kernels_avx2.o %/cpu/decode_avx2.o: ISA := -mavx2 -mfma -mf16c
+%/cpu/kernels_avx2.o %/cpu/decode_avx2.o %/cpu/products_avx2.o: ISA := -mavx2 -mfma -mf16c
 %/quant/codebook_search_avx2.o: ISA := -mavx2
 %/quant/scale_search_avx2.o %/quant/rounding_avx2.o: ISA := -mavx2 -mf16c
 %/cpu/kernels_avx512.o: ISA := -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c

@@ -20,11 +20,16 @@ static int64_t thread_floats(const m3_hparams *h, int64_t max_blocks) {
   int64_t group = h->n_head / h->n_head_kv;
   int64_t widest =
       max2(max2(h->n_embd, (int64_t)h->n_head * h->head_dim), max2(h->n_ff, max2(h->n_ff_expert, h->n_ff_shared)));
-  int64_t matmul = M3_MATMUL_TILE * widest;
+  int64_t matmul = m3_matmul_floats(widest);
   int64_t select = h->n_index_head * max_blocks + h->top_k + (int64_t)h->block_size * h->index_dim;
   int64_t attend = (int64_t)h->block_size * h->head_dim + group * (h->block_size + h->head_dim + 2);
   int64_t floats = max2(max2(matmul, select), max2(attend, 2 * h->n_expert));
   return (floats + 15) & ~(int64_t)15; /* whole cache lines, so that threads do not share one */
+}
+
+static int64_t input_bytes(const m3_hparams *h, int64_t rows) {
+  int64_t widest = max2(max2(h->n_embd, (int64_t)h->n_head * h->head_dim), max2(h->n_ff, h->n_ff_shared));
+  return max2(rows * m3_activation_bytes(widest), rows * h->n_expert_used * m3_activation_bytes(h->n_ff_expert));
 }
 
 const m3_backend m3_cpu_backend = {
@@ -37,6 +42,7 @@ const m3_backend m3_cpu_backend = {
     .page_copy = page_copy,
     .page_poison = page_poison,
     .thread_floats = thread_floats,
+    .input_bytes = input_bytes,
     .embed = m3_cpu_embed,
     .prepare = m3_cpu_prepare,
     .select = m3_cpu_select,

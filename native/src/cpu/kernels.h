@@ -8,6 +8,7 @@
 
 #include <stdint.h>
 
+#include "cpu/products.h"
 #include "error.h"
 #include "m3.h"
 #include "quant/traits.h"
@@ -23,6 +24,9 @@ typedef struct m3_kernels {
 
   /* y[i] += a * x[i]. */
   void (*axpy)(float *y, float a, const float *x, int64_t n);
+
+  /* Products with weights of block types. */
+  const m3_products *products;
 
   /* Rows of a storage type to float32 by its number; NULL: the type's own decoder is used. */
   m3_decoder to_f32[M3_TYPE_MXFP4 + 1];

@@ -98,6 +98,7 @@ const m3_kernels m3_kernels_avx2 = {
     dot,
     dot4,
     axpy,
+    &m3_products_avx2,
     {[M3_TYPE_F16] = f16_to_f32, [M3_TYPE_BF16] = bf16_to_f32, [M3_TYPE_Q8_0] = q8_0_to_f32, M3_AVX2_DECODERS},
 };
 #else

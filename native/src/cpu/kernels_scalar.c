@@ -20,4 +20,4 @@ static void axpy(float *y, float a, const float *x, int64_t n) {
   for (int64_t i = 0; i < n; i++) y[i] += a * x[i];
 }
 
-const m3_kernels m3_kernels_scalar = {"scalar", dot, dot4, axpy, {0}};
+const m3_kernels m3_kernels_scalar = {"scalar", dot, dot4, axpy, &m3_products_scalar, {0}};

@@ -1,0 +1,76 @@
+/* products.h - products of weights of block types with activations, in integers; one table for each instruction set.
+ *
+ * products_scalar.c is the specification. For each output: the sum over its groups of weights (16 or 32 elements), from
+ * the first to the last, of float(I) * (weight scale * activation scale) - minimum * activation sum, where I is the
+ * exact sum of products of integers (below 2^31). Elsewhere each of these two steps may be one fused multiply-add.
+ * Nothing depends on which outputs are computed together or on how columns are cut: within one table all ways give the
+ * same bits. */
+#ifndef M3_SRC_CPU_PRODUCTS_H
+#define M3_SRC_CPU_PRODUCTS_H
+
+#include <stdint.h>
+
+#include "cpu/activations.h"
+#include "m3.h"
+#include "quant/codes.h"
+
+enum {
+  M3_TILE_ROWS = 16,     /* output rows that are multiplied together */
+  M3_TILE_COLUMNS = 512, /* so that a tile stays in the first-level cache beside the activations */
+};
+
+/* Unpacked weights of up to 16 rows and 512 columns, a row in each lane. */
+typedef struct m3_tile {
+  /* Elements in the order of m3_activations.q, in pairs. */
+  _Alignas(64) int16_t q[M3_TILE_COLUMNS / 2][M3_TILE_ROWS][2];
+  float scale[M3_TILE_COLUMNS / 16][M3_TILE_ROWS]; /* by group of the type */
+  float min[M3_TILE_COLUMNS / 16][M3_TILE_ROWS];   /* of types with minima */
+} m3_tile;
+
+/* Rows of a weight from some column on, which begins a block. */
+typedef struct m3_weight_rows {
+  const m3_coding *coding;
+  const void *data;
+  int64_t row_bytes; /* from one row to the next */
+  int64_t n_rows;    /* 1 to 16 */
+  int64_t n;         /* columns, a multiple of 32 */
+} m3_weight_rows;
+
+/* Products of a tile with rows of activations: adds to acc [n_x, 16], lanes beyond the tile's rows undefined. */
+typedef struct m3_tile_product {
+  const m3_coding *coding;
+  const m3_tile *tile;
+  int64_t first, n; /* columns of the tile; first is a multiple of 256 */
+  const char *x;    /* rounded rows of n_in elements */
+  int64_t n_in;
+  const int32_t *rows; /* [n_x] which rows of x, or NULL: the first n_x */
+  int64_t n_x;
+  float *acc;
+} m3_tile_product;
+
+/* Unpacks up to 512 columns. */
+typedef void (*m3_unpacker)(const m3_weight_rows *w, m3_tile *out);
+
+/* out[j] = product of row j with one rounded row of activations; out has 16 places, those beyond n_rows undefined. */
+typedef void (*m3_row_product)(const m3_weight_rows *w, const void *x, float *out);
+
+typedef struct m3_products {
+  /* Rounds n elements, a multiple of 32, to m3_activation_bytes(n) at out. */
+  void (*round)(const float *x, int64_t n, void *out);
+  void (*multiply)(const m3_tile_product *p);
+  m3_unpacker unpack[M3_TYPE_MXFP4 + 1];        /* by type; NULL: m3_unpack */
+  m3_row_product row_product[M3_TYPE_MXFP4 + 1]; /* by type; NULL: unpack and multiply */
+} m3_products;
+
+extern const m3_products m3_products_scalar;
+#if defined(__x86_64__)
+extern const m3_products m3_products_avx2;
+const m3_products *m3_products_avx512(void); /* with dot product instructions if the machine has them */
+#elif defined(__aarch64__)
+extern const m3_products m3_products_neon;
+#endif
+
+/* For every type and machine. */
+void m3_unpack(const m3_weight_rows *w, m3_tile *out);
+
+#endif

@@ -1,0 +1,430 @@
+/* unpack_avx2.h - the integers of every block type with AVX2, 256 elements of a row at a time: a superblock, or 8 blocks
+ * of 32. For each type
+ *     codes_T(src, i, v)    elements 64 i to 64 i + 63 as 16-bit lanes: v[0] the even ones of the first 32, v[1] the odd
+ *                           ones, v[2] and v[3] likewise of the second 32
+ *     scales_T(src, s, m)   scales of the 8 or 16 groups, and minima where the type has them
+ * as codes.h defines them, to the bit. i is constant where they are inlined. */
+#ifndef M3_SRC_CPU_UNPACK_AVX2_H
+#define M3_SRC_CPU_UNPACK_AVX2_H
+
+#include <immintrin.h>
+#include <stddef.h>
+#include <string.h>
+
+#include "quant/blocks.h"
+#include "quant/codebooks.h"
+#include "quant/scales.h"
+
+#define INLINE static inline __attribute__((always_inline))
+
+/* ------------------------------------------------------------------------------------------------ bytes and lanes */
+
+INLINE __m128i load16(const void *p) { return _mm_loadu_si128(p); }
+INLINE __m256i load32(const void *p) { return _mm256_loadu_si256(p); }
+INLINE __m256i twice(__m128i a) { return _mm256_broadcastsi128_si256(a); }
+INLINE __m256i bytes_of(int b) { return _mm256_set1_epi8((char)b); }
+
+/* `bits` bits from bit `shift` on of each byte. */
+INLINE __m256i field(__m256i a, int shift, int bits) {
+  return _mm256_and_si256(_mm256_srli_epi16(a, shift), bytes_of((1 << bits) - 1));
+}
+
+/* The same of the even and the odd bytes, as 16-bit lanes. */
+INLINE void split_field(__m256i a, int shift, int bits, __m256i v[2]) {
+  const __m256i mask = _mm256_set1_epi16((int16_t)((1 << bits) - 1));
+  v[0] = _mm256_and_si256(_mm256_srli_epi16(a, shift), mask);
+  v[1] = _mm256_and_si256(_mm256_srli_epi16(a, 8 + shift), mask);
+}
+
+INLINE void split_signed(__m256i a, __m256i v[2]) {
+  v[0] = _mm256_srai_epi16(_mm256_slli_epi16(a, 8), 8);
+  v[1] = _mm256_srai_epi16(a, 8);
+}
+
+/* The low halves of 16 bytes, then the high ones. */
+INLINE __m256i nibbles(const uint8_t *p) {
+  __m128i q = load16(p);
+  return _mm256_and_si256(_mm256_set_m128i(_mm_srli_epi16(q, 4), q), bytes_of(15));
+}
+
+/* Byte j is 0xff where bit j of `bits` is set. */
+INLINE __m256i spread(uint32_t bits) {
+  const __m256i from = _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3,
+                                        3, 3, 3, 3, 3);
+  const __m256i bit = _mm256_set1_epi64x((int64_t)0x8040201008040201u);
+  __m256i all = _mm256_shuffle_epi8(_mm256_set1_epi32((int)bits), from);
+  return _mm256_cmpeq_epi8(_mm256_and_si256(all, bit), bit);
+}
+
+/* ------------------------------------------------------------------------------------------------ scales */
+
+INLINE __m256 half8(uint16_t h) { return _mm256_set1_ps(_cvtsh_ss(h)); }
+
+/* s[0..7] = d * the number in each lane. */
+INLINE void scaled8(float *s, __m256 d, __m256i i) { _mm256_storeu_ps(s, _mm256_mul_ps(d, _mm256_cvtepi32_ps(i))); }
+
+/* d * 16 signed bytes. */
+INLINE void scaled16(float *s, __m256 d, __m128i i) {
+  scaled8(s, d, _mm256_cvtepi8_epi32(i));
+  scaled8(s + 8, d, _mm256_cvtepi8_epi32(_mm_srli_si128(i, 8)));
+}
+
+/* s[0..7] = d * (0.5 + i) * factor. */
+INLINE void between8(float *s, __m256 d, __m256i i, float factor) {
+  __m256 x = _mm256_mul_ps(d, _mm256_add_ps(_mm256_set1_ps(0.5f), _mm256_cvtepi32_ps(i)));
+  _mm256_storeu_ps(s, _mm256_mul_ps(x, _mm256_set1_ps(factor)));
+}
+
+/* The float16 at the head of 8 blocks. */
+INLINE __m256 halves(const void *src, size_t block, size_t offset) {
+  const char *p = (const char *)src + offset;
+  uint16_t h[8];
+  for (size_t i = 0; i < 8; i++) memcpy(&h[i], p + i * block, 2);
+  return _mm256_cvtph_ps(_mm_setr_epi16((int16_t)h[0], (int16_t)h[1], (int16_t)h[2], (int16_t)h[3], (int16_t)h[4],
+                                        (int16_t)h[5], (int16_t)h[6], (int16_t)h[7]));
+}
+
+/* The 8 half bytes of a 32-bit number, and the like with other widths. */
+INLINE __m256i fields8(uint32_t word, int bits) {
+  const __m256i shift = _mm256_mullo_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(bits));
+  return _mm256_and_si256(_mm256_srlv_epi32(_mm256_set1_epi32((int)word), shift), _mm256_set1_epi32((1 << bits) - 1));
+}
+
+INLINE uint64_t word64(const void *p) {
+  uint64_t w;
+  memcpy(&w, p, 8);
+  return w;
+}
+
+INLINE uint32_t word32(const void *p) {
+  uint32_t w;
+  memcpy(&w, p, 4);
+  return w;
+}
+
+/* The 16 half bytes of 8 bytes, as bytes. */
+INLINE __m128i nibbles16(const uint8_t *p) {
+  __m128i q = _mm_cvtsi64_si128((int64_t)word64(p)), mask = _mm_set1_epi8(15);
+  return _mm_unpacklo_epi8(_mm_and_si128(q, mask), _mm_and_si128(_mm_srli_epi16(q, 4), mask));
+}
+
+/* ------------------------------------------------------------------------------------------------ blocks of 32 */
+
+#define CODES_32(type, split)                                    \
+  INLINE void codes_##type(const void *src, int i, __m256i *v) { \
+    const m3_block_##type *b = (const m3_block_##type *)src + 2 * i; \
+    for (int k = 0; k < 2; k++, b++, v += 2) split;              \
+  }
+
+#define SCALES_32(type)                                            \
+  INLINE void scales_##type(const void *src, float *s, float *m) { \
+    (void)m;                                                       \
+    _mm256_storeu_ps(s, halves(src, sizeof(m3_block_##type), 0));  \
+  }
+
+#define SCALES_AND_MINIMA_32(type)                                                                          \
+  INLINE void scales_##type(const void *src, float *s, float *m) {                                          \
+    _mm256_storeu_ps(s, halves(src, sizeof(m3_block_##type), 0));                                           \
+    _mm256_storeu_ps(m, _mm256_xor_ps(halves(src, sizeof(m3_block_##type), 2), _mm256_set1_ps(-0.0f)));     \
+  }
+
+INLINE __m256i fives(const uint8_t *q, const uint8_t *qh) {
+  return _mm256_or_si256(nibbles(q), _mm256_and_si256(spread(word32(qh)), bytes_of(16)));
+}
+
+CODES_32(q4_0, split_signed(_mm256_sub_epi8(nibbles(b->q), bytes_of(8)), v))
+CODES_32(q4_1, split_field(nibbles(b->q), 0, 4, v))
+CODES_32(q5_0, split_signed(_mm256_sub_epi8(fives(b->q, b->qh), bytes_of(16)), v))
+CODES_32(q5_1, split_field(fives(b->q, b->qh), 0, 5, v))
+CODES_32(q8_0, split_signed(load32(b->q), v))
+CODES_32(iq4_nl, split_signed(_mm256_shuffle_epi8(twice(load16(m3_iq4_values)), nibbles(b->q)), v))
+CODES_32(mxfp4, split_signed(_mm256_shuffle_epi8(twice(load16(m3_mxfp4_values)), nibbles(b->q)), v))
+SCALES_32(q4_0)
+SCALES_AND_MINIMA_32(q4_1)
+SCALES_32(q5_0)
+SCALES_AND_MINIMA_32(q5_1)
+SCALES_32(q8_0)
+SCALES_32(iq4_nl)
+
+INLINE void scales_mxfp4(const void *src, float *s, float *m) {
+  const m3_block_mxfp4 *b = src;
+  (void)m;
+  __m256i e = _mm256_setr_epi32(b[0].e, b[1].e, b[2].e, b[3].e, b[4].e, b[5].e, b[6].e, b[7].e);
+  __m256i normal = _mm256_slli_epi32(_mm256_sub_epi32(e, _mm256_set1_epi32(1)), 23);
+  __m256i subnormal = _mm256_sllv_epi32(_mm256_set1_epi32(0x00200000), e);
+  __m256i is_normal = _mm256_cmpgt_epi32(e, _mm256_set1_epi32(1));
+  _mm256_storeu_ps(s, _mm256_castsi256_ps(_mm256_blendv_epi8(subnormal, normal, is_normal)));
+}
+
+/* ------------------------------------------------------------------------------------------------ blocks of 256 */
+
+INLINE void codes_q2_k(const void *src, int i, __m256i *v) {
+  const m3_block_q2_k *b = src;
+  __m256i q = load32(b->q + 32 * (i / 2));
+  split_field(q, 4 * (i % 2), 2, v);
+  split_field(q, 4 * (i % 2) + 2, 2, v + 2);
+}
+
+INLINE void scales_q2_k(const void *src, float *s, float *m) {
+  const m3_block_q2_k *b = src;
+  __m128i packed = load16(b->scales), mask = _mm_set1_epi8(15);
+  scaled16(s, half8(b->d), _mm_and_si128(packed, mask));
+  scaled16(m, half8(b->dmin), _mm_and_si128(_mm_srli_epi16(packed, 4), mask));
+}
+
+INLINE void codes_q3_k(const void *src, int i, __m256i *v) {
+  const m3_block_q3_k *b = src;
+  __m256i q = load32(b->q + 32 * (i / 2)), high = load32(b->hmask);
+  for (int k = 0; k < 2; k++, v += 2) {
+    __m256i h = _mm256_slli_epi16(field(high, 2 * i + k, 1), 2);
+    split_signed(_mm256_sub_epi8(_mm256_or_si256(field(q, 4 * (i % 2) + 2 * k, 2), h), bytes_of(4)), v);
+  }
+}
+
+INLINE void scales_q3_k(const void *src, float *s, float *m) {
+  const m3_block_q3_k *b = src;
+  (void)m;
+  uint32_t low[2] = {word32(b->scales), word32(b->scales + 4)}, high = word32(b->scales + 8);
+  uint32_t w[4];
+  for (int k = 0; k < 4; k++)
+    w[k] = (low[k % 2] >> 4 * (k / 2) & 0x0f0f0f0f) | (high >> 2 * k & 0x03030303) << 4;
+  __m128i i = _mm_setr_epi32((int)w[0], (int)w[1], (int)w[2], (int)w[3]);
+  scaled16(s, half8(b->d), _mm_sub_epi8(i, _mm_set1_epi8(32)));
+}
+
+INLINE void codes_q4_k(const void *src, int i, __m256i *v) {
+  const m3_block_q4_k *b = src;
+  __m256i q = load32(b->q + 32 * i);
+  split_field(q, 0, 4, v);
+  split_field(q, 4, 4, v + 2);
+}
+
+/* Of Q4_K and Q5_K. */
+INLINE void six_bits(uint16_t d, uint16_t dmin, const uint8_t *packed, float *s, float *m) {
+  uint64_t a = word32(packed), b = word32(packed + 4), c = word32(packed + 8);
+  uint64_t scales = (a & 0x3f3f3f3f) | ((c & 0x0f0f0f0f) | (a >> 6 & 0x03030303) << 4) << 32;
+  uint64_t minima = (b & 0x3f3f3f3f) | ((c >> 4 & 0x0f0f0f0f) | (b >> 6 & 0x03030303) << 4) << 32;
+  scaled8(s, half8(d), _mm256_cvtepi8_epi32(_mm_cvtsi64_si128((int64_t)scales)));
+  scaled8(m, half8(dmin), _mm256_cvtepi8_epi32(_mm_cvtsi64_si128((int64_t)minima)));
+}
+
+INLINE void scales_q4_k(const void *src, float *s, float *m) {
+  const m3_block_q4_k *b = src;
+  six_bits(b->d, b->dmin, b->scales, s, m);
+}
+
+INLINE void codes_q5_k(const void *src, int i, __m256i *v) {
+  const m3_block_q5_k *b = src;
+  __m256i q = load32(b->q + 32 * i), high = load32(b->qh);
+  for (int k = 0; k < 2; k++)
+    split_field(_mm256_or_si256(field(q, 4 * k, 4), _mm256_slli_epi16(field(high, 2 * i + k, 1), 4)), 0, 5, v + 2 * k);
+}
+
+INLINE void scales_q5_k(const void *src, float *s, float *m) {
+  const m3_block_q5_k *b = src;
+  six_bits(b->d, b->dmin, b->scales, s, m);
+}
+
+INLINE void codes_q6_k(const void *src, int i, __m256i *v) {
+  const m3_block_q6_k *b = src;
+  __m256i high = load32(b->qh + 32 * (i / 2));
+  for (int k = 0; k < 2; k++) {
+    __m256i low = field(load32(b->ql + 64 * (i / 2) + 32 * k), 4 * (i % 2), 4);
+    __m256i h = _mm256_slli_epi16(field(high, 4 * (i % 2) + 2 * k, 2), 4);
+    split_signed(_mm256_sub_epi8(_mm256_or_si256(low, h), bytes_of(32)), v + 2 * k);
+  }
+}
+
+INLINE void scales_q6_k(const void *src, float *s, float *m) {
+  const m3_block_q6_k *b = src;
+  (void)m;
+  scaled16(s, half8(b->d), load16(b->scales));
+}
+
+INLINE void codes_iq4_xs(const void *src, int i, __m256i *v) {
+  const m3_block_iq4_xs *b = src;
+  for (int k = 0; k < 2; k++)
+    split_signed(_mm256_shuffle_epi8(twice(load16(m3_iq4_values)), nibbles(b->q + 32 * i + 16 * k)), v + 2 * k);
+}
+
+INLINE void scales_iq4_xs(const void *src, float *s, float *m) {
+  const m3_block_iq4_xs *b = src;
+  (void)m;
+  __m256i high = _mm256_slli_epi32(fields8(b->scales_h, 2), 4);
+  __m256i i = _mm256_or_si256(fields8(word32(b->scales_l), 4), high);
+  scaled8(s, half8(b->d), _mm256_sub_epi32(i, _mm256_set1_epi32(32)));
+}
+
+/* ------------------------------------------------------------------------------------------------ codebooks */
+
+INLINE __m256i runs_of_8(uint64_t a, uint64_t b, uint64_t c, uint64_t d) {
+  return _mm256_setr_epi64x((int64_t)a, (int64_t)b, (int64_t)c, (int64_t)d);
+}
+
+/* Magnitudes, negative where the bit is set. */
+INLINE void split_signs(__m256i magnitudes, uint32_t signs, __m256i *v) {
+  __m256i negative = spread(signs);
+  split_signed(_mm256_sub_epi8(_mm256_xor_si256(magnitudes, negative), negative), v);
+}
+
+/* Four times 7 bits as sign bytes. */
+INLINE uint32_t patterns(uint32_t w) {
+  return (uint32_t)m3_sign_patterns[w & 127] | (uint32_t)m3_sign_patterns[w >> 7 & 127] << 8 |
+         (uint32_t)m3_sign_patterns[w >> 14 & 127] << 16 | (uint32_t)m3_sign_patterns[w >> 21 & 127] << 24;
+}
+
+INLINE void codes_iq2_xxs(const void *src, int i, __m256i *v) {
+  const m3_block_iq2_xxs *b = src;
+  for (int k = 0; k < 2; k++) {
+    uint64_t w = word64(b->q + 8 * i + 4 * k);
+    __m256i grid = runs_of_8(word64(m3_iq2_xxs_grid[w & 255]), word64(m3_iq2_xxs_grid[w >> 8 & 255]),
+                             word64(m3_iq2_xxs_grid[w >> 16 & 255]), word64(m3_iq2_xxs_grid[w >> 24 & 255]));
+    split_signs(grid, patterns((uint32_t)(w >> 32)), v + 2 * k);
+  }
+}
+
+INLINE void scales_iq2_xxs(const void *src, float *s, float *m) {
+  const m3_block_iq2_xxs *b = src;
+  (void)m;
+  __m256 odd = _mm256_shuffle_ps(_mm256_castsi256_ps(load32(b->q)), _mm256_castsi256_ps(load32(b->q + 16)), 0xdd);
+  __m256i w = _mm256_permute4x64_epi64(_mm256_castps_si256(odd), 0xd8);
+  between8(s, half8(b->d), _mm256_srli_epi32(w, 28), 0.25f);
+}
+
+/* Of IQ2_XS and IQ2_S. */
+INLINE void between16(float *s, uint16_t d, const uint8_t *packed, float factor) {
+  __m128i i = nibbles16(packed);
+  between8(s, half8(d), _mm256_cvtepi8_epi32(i), factor);
+  between8(s + 8, half8(d), _mm256_cvtepi8_epi32(_mm_srli_si128(i, 8)), factor);
+}
+
+INLINE void codes_iq2_xs(const void *src, int i, __m256i *v) {
+  const m3_block_iq2_xs *b = src;
+  for (int k = 0; k < 2; k++) {
+    const uint16_t *q = b->q + 8 * i + 4 * k;
+    __m256i grid = runs_of_8(word64(m3_iq2_xs_grid[q[0] & 511]), word64(m3_iq2_xs_grid[q[1] & 511]),
+                             word64(m3_iq2_xs_grid[q[2] & 511]), word64(m3_iq2_xs_grid[q[3] & 511]));
+    uint32_t signs = (uint32_t)m3_sign_patterns[q[0] >> 9] | (uint32_t)m3_sign_patterns[q[1] >> 9] << 8 |
+                     (uint32_t)m3_sign_patterns[q[2] >> 9] << 16 | (uint32_t)m3_sign_patterns[q[3] >> 9] << 24;
+    split_signs(grid, signs, v + 2 * k);
+  }
+}
+
+INLINE void scales_iq2_xs(const void *src, float *s, float *m) {
+  const m3_block_iq2_xs *b = src;
+  (void)m;
+  between16(s, b->d, b->scales, 0.25f);
+}
+
+INLINE void codes_iq2_s(const void *src, int i, __m256i *v) {
+  const m3_block_iq2_s *b = src;
+  for (int k = 0; k < 2; k++) {
+    const uint8_t *q = b->q + 8 * i + 4 * k;
+    unsigned h = b->qh[2 * i + k];
+    __m256i grid = runs_of_8(word64(m3_iq2_s_grid[q[0] | (h & 3) << 8]), word64(m3_iq2_s_grid[q[1] | (h >> 2 & 3) << 8]),
+                             word64(m3_iq2_s_grid[q[2] | (h >> 4 & 3) << 8]), word64(m3_iq2_s_grid[q[3] | (h >> 6) << 8]));
+    split_signs(grid, word32(b->signs + 8 * i + 4 * k), v + 2 * k);
+  }
+}
+
+INLINE void scales_iq2_s(const void *src, float *s, float *m) {
+  const m3_block_iq2_s *b = src;
+  (void)m;
+  between16(s, b->d, b->scales, 0.25f);
+}
+
+INLINE __m256i runs_of_4(const uint8_t (*grid)[4], const uint8_t *q, unsigned high) {
+#define RUN(r) (int)word32(grid[q[r] | (high >> (r) & 1) << 8])
+  return _mm256_setr_epi32(RUN(0), RUN(1), RUN(2), RUN(3), RUN(4), RUN(5), RUN(6), RUN(7));
+#undef RUN
+}
+
+INLINE void codes_iq3_xxs(const void *src, int i, __m256i *v) {
+  const m3_block_iq3_xxs *b = src;
+  for (int k = 0; k < 2; k++) {
+    int g = 2 * i + k;
+    split_signs(runs_of_4(m3_iq3_xxs_grid, b->q + 8 * g, 0), patterns(word32(b->gas + 4 * g)), v + 2 * k);
+  }
+}
+
+INLINE void scales_iq3_xxs(const void *src, float *s, float *m) {
+  const m3_block_iq3_xxs *b = src;
+  (void)m;
+  between8(s, half8(b->d), _mm256_srli_epi32(load32(b->gas), 28), 0.5f);
+}
+
+INLINE void codes_iq3_s(const void *src, int i, __m256i *v) {
+  const m3_block_iq3_s *b = src;
+  for (int k = 0; k < 2; k++) {
+    int g = 2 * i + k;
+    split_signs(runs_of_4(m3_iq3_s_grid, b->q + 8 * g, b->qh[g]), word32(b->signs + 4 * g), v + 2 * k);
+  }
+}
+
+INLINE void scales_iq3_s(const void *src, float *s, float *m) {
+  const m3_block_iq3_s *b = src;
+  (void)m;
+  __m256i n = fields8(word32(b->scales), 4);
+  scaled8(s, half8(b->d), _mm256_add_epi32(_mm256_add_epi32(n, n), _mm256_set1_epi32(1)));
+}
+
+/* 8 * entry + or - 1 by the sign bits of runs, all bits of a byte each. */
+INLINE void split_ternary(__m256i grid, __m256i negative, __m256i *v) {
+  __m256i eight = _mm256_and_si256(_mm256_slli_epi16(grid, 3), bytes_of(0xf8));
+  split_signed(_mm256_add_epi8(eight, _mm256_or_si256(negative, bytes_of(1))), v);
+}
+
+INLINE void codes_iq1_s(const void *src, int i, __m256i *v) {
+  const m3_block_iq1_s *b = src;
+  for (int k = 0; k < 2; k++) {
+    int g = 2 * i + k;
+    const uint8_t *q = b->q + 4 * g;
+    unsigned h = b->qh[g];
+    __m256i grid = runs_of_8(word64(m3_iq1_grid[q[0] | (h & 7) << 8]), word64(m3_iq1_grid[q[1] | (h >> 3 & 7) << 8]),
+                             word64(m3_iq1_grid[q[2] | (h >> 6 & 7) << 8]), word64(m3_iq1_grid[q[3] | (h >> 9 & 7) << 8]));
+    split_ternary(grid, bytes_of(-(int)(h >> 15)), v + 2 * k);
+  }
+}
+
+/* d * (2 * i + 1) / 8. */
+INLINE void odd8(float *s, __m256 d, __m256i i) {
+  __m256 x = _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_add_epi32(i, i), _mm256_set1_epi32(1)));
+  _mm256_storeu_ps(s, _mm256_mul_ps(_mm256_mul_ps(d, x), _mm256_set1_ps(0.125f)));
+}
+
+INLINE void scales_iq1_s(const void *src, float *s, float *m) {
+  const m3_block_iq1_s *b = src;
+  (void)m;
+  __m256i h = _mm256_cvtepu16_epi32(load16(b->qh));
+  odd8(s, half8(b->d), _mm256_and_si256(_mm256_srli_epi32(h, 12), _mm256_set1_epi32(7)));
+}
+
+INLINE void codes_iq1_m(const void *src, int i, __m256i *v) {
+  const m3_block_iq1_m *b = src;
+  for (int k = 0; k < 2; k++) {
+    const uint8_t *q = b->q + 8 * i + 4 * k;
+    unsigned h = b->qh[4 * i + 2 * k] | (unsigned)b->qh[4 * i + 2 * k + 1] << 8;
+    __m256i grid = runs_of_8(word64(m3_iq1_grid[q[0] | (h & 7) << 8]), word64(m3_iq1_grid[q[1] | (h >> 4 & 7) << 8]),
+                             word64(m3_iq1_grid[q[2] | (h >> 8 & 7) << 8]), word64(m3_iq1_grid[q[3] | (h >> 12 & 7) << 8]));
+    const __m256i bit = runs_of_8(1u << 3, 1u << 7, 1u << 11, 1u << 15);
+    __m256i negative = _mm256_cmpeq_epi64(_mm256_and_si256(_mm256_set1_epi64x(h), bit), bit);
+    split_ternary(grid, negative, v + 2 * k);
+  }
+}
+
+INLINE void scales_iq1_m(const void *src, float *s, float *m) {
+  const m3_block_iq1_m *b = src;
+  (void)m;
+  const __m256i shift = _mm256_setr_epi32(0, 3, 6, 9, 0, 3, 6, 9), seven = _mm256_set1_epi32(7);
+  __m256 d = half8(m3_iq1_m_d(b));
+  for (int k = 0; k < 2; k++) {
+    __m256i w = _mm256_set_m128i(_mm_set1_epi32(b->scales[2 * k + 1]), _mm_set1_epi32(b->scales[2 * k]));
+    odd8(s + 8 * k, d, _mm256_and_si256(_mm256_srlv_epi32(w, shift), seven));
+  }
+}
+
+#undef CODES_32
+#undef SCALES_32
+#undef SCALES_AND_MINIMA_32
+
+#endif
