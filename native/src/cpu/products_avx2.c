@@ -170,10 +170,11 @@ enum { X_ROWS = 4 };
 /* Adds `count` pairs from pair `pair` of group g to the sums of n rows of x and 16 rows of weights. */
 INLINE void add_pairs(const m3_tile *t, int64_t pair, int count, const int16_t *const *x, int64_t at, int n,
                       __m256i (*sum)[2]) {
-#pragma GCC unroll 16
+#pragma GCC unroll 1 /* else the compiler orders the sums anew and spills them */
   for (int p = 0; p < count; p++) {
     __m256i w0 = _mm256_load_si256((const __m256i *)(const void *)t->q[pair + p][0]);
     __m256i w1 = _mm256_load_si256((const __m256i *)(const void *)t->q[pair + p][8]);
+#pragma GCC unroll 4
     for (int r = 0; r < n; r++) {
       __m256i two = _mm256_set1_epi32((int)word32(x[r] + at + 2 * p));
       sum[r][0] = _mm256_add_epi32(sum[r][0], _mm256_madd_epi16(w0, two));
@@ -184,6 +185,7 @@ INLINE void add_pairs(const m3_tile *t, int64_t pair, int count, const int16_t *
 
 INLINE void add_groups(__m256i (*sum)[2], const float *weight_scale, const float *const *scale, int64_t at, int n,
                        float *acc) {
+#pragma GCC unroll 4
   for (int r = 0; r < n; r++)
     for (int k = 0; k < 2; k++) {
       float *to = acc + r * M3_TILE_ROWS + 8 * k;
@@ -193,6 +195,7 @@ INLINE void add_groups(__m256i (*sum)[2], const float *weight_scale, const float
 }
 
 INLINE void subtract_minima(const float *min, const float *const *sum, int64_t at, int n, float *acc) {
+#pragma GCC unroll 4
   for (int r = 0; r < n; r++)
     for (int k = 0; k < 2; k++) {
       float *to = acc + r * M3_TILE_ROWS + 8 * k;
@@ -207,6 +210,7 @@ INLINE void multiply_rows(const m3_tile_product *p, const m3_activations *a, int
   const int16_t *x[X_ROWS];
   const float *scale[X_ROWS], *sums[X_ROWS];
   int64_t first = p->first / M3_ACTIVATION_GROUP;
+#pragma GCC unroll 4
   for (int r = 0; r < n; r++) {
     x[r] = a[r].q + p->first;
     scale[r] = a[r].scale + first;
@@ -216,6 +220,7 @@ INLINE void multiply_rows(const m3_tile_product *p, const m3_activations *a, int
     for (int h = 0; h < (halves_ ? 2 : 1); h++) {
       int64_t group = halves_ ? 2 * g + h : g;
       __m256i sum[X_ROWS][2];
+#pragma GCC unroll 4
       for (int r = 0; r < n; r++) sum[r][0] = sum[r][1] = _mm256_setzero_si256();
       if (halves_) {
         add_pairs(p->tile, 16 * g + 4 * h, 4, x, 32 * g + 8 * h, n, sum);
