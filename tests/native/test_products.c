@@ -21,7 +21,7 @@ static void check_round(const m3_products *k, const char *name, const float *x, 
   k->round(x, n, got);
   m3_products_scalar.round(x, n, want);
   m3_activations a = m3_activations_at(got, n), b = m3_activations_at(want, n);
-  CHECK(memcmp(a.q, b.q, (size_t)padded * 2) == 0, "%s: rounded activations differ", name);
+  CHECK(memcmp(a.q, b.q, (size_t)padded * 2) == 0 && memcmp(a.total, b.total, (size_t)padded / 4) == 0, "%s: rounded activations differ", name);
   int64_t different = 0;
   for (int64_t i = 0; i < padded / 32 * 4; i++)
     different += memcmp(a.scale + i, b.scale + i, 4) != 0 && !(isnan(a.scale[i]) && isnan(b.scale[i]));

@@ -20,6 +20,7 @@ typedef struct m3_activations {
   float *scale;    /* [padded n / 32] */
   float *sum;      /* [padded n / 32] scale * sum of the group's q */
   float *half_sum; /* [padded n / 16] the same of each half */
+  int32_t *total;  /* [padded n / 16] sum of the half's q */
 } m3_activations;
 
 static inline int64_t m3_padded_activations(int64_t n) {
@@ -27,13 +28,14 @@ static inline int64_t m3_padded_activations(int64_t n) {
 }
 
 /* Bytes of a row, a multiple of 64. */
-static inline int64_t m3_activation_bytes(int64_t n) { return m3_padded_activations(n) / 2 * 5; }
+static inline int64_t m3_activation_bytes(int64_t n) { return m3_padded_activations(n) / 4 * 11; }
 
 static inline m3_activations m3_activations_at(void *row, int64_t n) {
   int64_t padded = m3_padded_activations(n), groups = padded / M3_ACTIVATION_GROUP;
   int16_t *q = row;
   float *scale = (float *)(void *)(q + padded);
-  return (m3_activations){q, scale, scale + groups, scale + 2 * groups};
+  int32_t *total = (int32_t *)(void *)(scale + 4 * groups);
+  return (m3_activations){q, scale, scale + groups, scale + 2 * groups, total};
 }
 
 #endif

@@ -13,8 +13,10 @@ typedef struct format {
   size_t block; /* bytes of a block */
   int groups;   /* of 256 elements: 8 or 16 */
   bool minima;
+  int zero; /* in the lanes of `codes` */
   void (*codes)(const void *src, int i, __m256i *v);
   void (*scales)(const void *src, float *s, float *m);
+  panel_scales *panel; /* NULL: from the scales of each row */
 } format;
 
 /* ------------------------------------------------------------------------------------------------ panels */
@@ -39,28 +41,45 @@ INLINE void transpose8(const float *from, size_t stride, __m256 *to) {
   }
 }
 
-/* Scales or minima of a panel by group, a row in each lane. */
-typedef struct panel_scales {
-  _Alignas(32) float rows[PANEL][16];
-} panel_scales;
-
-INLINE void transpose_scales(const panel_scales *from, int groups, __m256 *to) {
-  for (int g = 0; g < groups; g += 8) transpose8(&from->rows[0][g], 16, to + g);
-}
-
 enum { MOST_BYTES_256 = 272 /* of 256 elements; Q8_0 */ };
 
-/* 256 elements of row j of a panel from `column` on; what lies behind the end of the row reads as zeros. */
-INLINE const void *block_of(const format *f, const m3_weight_rows *w, int64_t j, int64_t column, char *rest) {
-  if (j >= w->n_rows) j = w->n_rows - 1;
-  const char *p = (const char *)w->data + j * w->row_bytes + column / M3_SUPERBLOCK * (int64_t)f->bytes;
-  _mm_prefetch(p + PANEL * w->row_bytes, _MM_HINT_T0);
-  _mm_prefetch(p + PANEL * w->row_bytes + 64, _MM_HINT_T0);
-  if (f->bytes > 128) _mm_prefetch(p + PANEL * w->row_bytes + 128, _MM_HINT_T0);
-  if (w->n - column >= M3_SUPERBLOCK) return p;
-  memset(rest, 0, MOST_BYTES_256);
-  memcpy(rest, p, (size_t)(w->n - column) / M3_BLOCK * f->block);
-  return rest;
+/* Eight rows of weights. */
+typedef struct panel {
+  const char *row[PANEL];            /* 256 elements of each from the current column on */
+  char rest[PANEL][MOST_BYTES_256]; /* of the last column of rows that end within 256 elements: zeros behind the end */
+} panel;
+
+/* Rows beyond the last are the last again. */
+INLINE void begin_panel(const m3_weight_rows *w, int64_t first, panel *p) {
+  for (int64_t j = 0; j < PANEL; j++)
+    p->row[j] = (const char *)w->data + (first + j < w->n_rows ? first + j : w->n_rows - 1) * w->row_bytes;
+}
+
+INLINE void pad_rows(const format *f, int64_t elements, panel *p) {
+  for (int j = 0; j < PANEL; j++) {
+    memset(p->rest[j], 0, f->bytes);
+    memcpy(p->rest[j], p->row[j], (size_t)(elements / M3_BLOCK) * f->block);
+    p->row[j] = p->rest[j];
+  }
+}
+
+/* Rows that follow lie behind these in memory: asks for the same part of the next panel. */
+INLINE void prefetch(const format *f, const char *row, int64_t row_bytes) {
+  for (size_t at = 0; at < f->bytes; at += 64) _mm_prefetch(row + PANEL * row_bytes + at, _MM_HINT_T0);
+}
+
+/* Scales and minima by group, a row in each lane. */
+INLINE void scales_of_panel(const format *f, const panel *p, __m256 *s, __m256 *m) {
+  if (f->panel) {
+    f->panel(p->row, s, m);
+    return;
+  }
+  _Alignas(32) float scales[PANEL][16], minima[PANEL][16];
+  for (int j = 0; j < PANEL; j++) f->scales(p->row[j], scales[j], minima[j]);
+  for (int g = 0; g < f->groups; g += 8) {
+    transpose8(&scales[0][g], 16, s + g);
+    if (f->minima) transpose8(&minima[0][g], 16, m + g);
+  }
 }
 
 /* ------------------------------------------------------------------------------------------------ one row of x */
@@ -83,44 +102,58 @@ INLINE __m256 add_scaled(__m256 acc, __m256i sum, __m256 weight_scale, __m256 sc
   return _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), _mm256_mul_ps(weight_scale, scale), acc);
 }
 
+/* 256 columns of eight rows, added to the sums of the rows. */
+INLINE __m256 multiply_panel(const format *f, const panel *p, int64_t row_bytes, const m3_activations *a, int64_t column,
+                             __m256 acc) {
+  __m256i sums[8][PANEL];
+  const __m256i *x = (const __m256i *)(const void *)(a->q + column);
+  for (int j = 0; j < PANEL; j++) {
+    const char *b = p->row[j];
+    prefetch(f, b, row_bytes);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+      __m256i v[4];
+      f->codes(b, i, v);
+      for (int k = 0; k < 2; k++)
+        sums[2 * i + k][j] = _mm256_add_epi32(_mm256_madd_epi16(v[2 * k], x[4 * i + 2 * k]),
+                                              _mm256_madd_epi16(v[2 * k + 1], x[4 * i + 2 * k + 1]));
+    }
+  }
+  __m256 s[16], m[16];
+  scales_of_panel(f, p, s, m);
+  for (int g = 0; g < 8; g++) {
+    int64_t at = column / M3_ACTIVATION_GROUP + g;
+    __m256 scale = _mm256_broadcast_ss(a->scale + at);
+    const int32_t *total = a->total + 2 * at;
+    __m256i low, high;
+    sum_rows(sums[g], &low, &high);
+    if (f->groups == 8) {
+      __m256i sum = _mm256_add_epi32(low, high);
+      if (f->zero) sum = _mm256_sub_epi32(sum, _mm256_set1_epi32(f->zero * (total[0] + total[1])));
+      acc = add_scaled(acc, sum, s[g], scale);
+      if (f->minima) acc = _mm256_fnmadd_ps(m[g], _mm256_broadcast_ss(a->sum + at), acc);
+    } else {
+      if (f->zero) low = _mm256_sub_epi32(low, _mm256_set1_epi32(f->zero * total[0]));
+      if (f->zero) high = _mm256_sub_epi32(high, _mm256_set1_epi32(f->zero * total[1]));
+      acc = add_scaled(acc, low, s[2 * g], scale);
+      if (f->minima) acc = _mm256_fnmadd_ps(m[2 * g], _mm256_broadcast_ss(a->half_sum + 2 * at), acc);
+      acc = add_scaled(acc, high, s[2 * g + 1], scale);
+      if (f->minima) acc = _mm256_fnmadd_ps(m[2 * g + 1], _mm256_broadcast_ss(a->half_sum + 2 * at + 1), acc);
+    }
+  }
+  return acc;
+}
+
 /* Products of eight rows from row `first` on with one row of activations. */
 INLINE __m256 panel_product(const format f, const m3_weight_rows *w, int64_t first, const m3_activations *a) {
   __m256 acc = _mm256_setzero_ps();
-  for (int64_t column = 0; column < w->n; column += M3_SUPERBLOCK) {
-    __m256i sums[8][PANEL];
-    panel_scales scales, minima;
-    const __m256i *x = (const __m256i *)(const void *)(a->q + column);
-    for (int j = 0; j < PANEL; j++) {
-      char rest[MOST_BYTES_256];
-      const void *b = block_of(&f, w, first + j, column, rest);
-      f.scales(b, scales.rows[j], minima.rows[j]);
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; i++) {
-        __m256i v[4];
-        f.codes(b, i, v);
-        sums[2 * i][j] = _mm256_add_epi32(_mm256_madd_epi16(v[0], x[4 * i]), _mm256_madd_epi16(v[1], x[4 * i + 1]));
-        sums[2 * i + 1][j] =
-            _mm256_add_epi32(_mm256_madd_epi16(v[2], x[4 * i + 2]), _mm256_madd_epi16(v[3], x[4 * i + 3]));
-      }
-    }
-    __m256 s[16], m[16];
-    transpose_scales(&scales, f.groups, s);
-    if (f.minima) transpose_scales(&minima, f.groups, m);
-    for (int g = 0; g < 8; g++) {
-      int64_t at = column / M3_ACTIVATION_GROUP + g;
-      __m256 scale = _mm256_broadcast_ss(a->scale + at);
-      __m256i low, high;
-      sum_rows(sums[g], &low, &high);
-      if (f.groups == 8) {
-        acc = add_scaled(acc, _mm256_add_epi32(low, high), s[g], scale);
-        if (f.minima) acc = _mm256_fnmadd_ps(m[g], _mm256_broadcast_ss(a->sum + at), acc);
-      } else {
-        acc = add_scaled(acc, low, s[2 * g], scale);
-        if (f.minima) acc = _mm256_fnmadd_ps(m[2 * g], _mm256_broadcast_ss(a->half_sum + 2 * at), acc);
-        acc = add_scaled(acc, high, s[2 * g + 1], scale);
-        if (f.minima) acc = _mm256_fnmadd_ps(m[2 * g + 1], _mm256_broadcast_ss(a->half_sum + 2 * at + 1), acc);
-      }
-    }
+  panel p;
+  begin_panel(w, first, &p);
+  int64_t column = 0;
+  for (; column < w->n; column += M3_SUPERBLOCK) {
+    if (f.block != f.bytes && w->n - column < M3_SUPERBLOCK) pad_rows(&f, w->n - column, &p);
+    acc = multiply_panel(&f, &p, w->row_bytes, a, column, acc);
+    for (int j = 0; j < PANEL; j++) p.row[j] += f.bytes;
   }
   return acc;
 }
@@ -134,34 +167,34 @@ INLINE void row_product(const format f, const m3_weight_rows *w, const void *x, 
 /* ------------------------------------------------------------------------------------------------ tiles */
 
 INLINE void unpack_panel(const format f, const m3_weight_rows *w, int64_t first, m3_tile *out) {
+  panel rows;
+  begin_panel(w, first, &rows);
   for (int64_t column = 0; column < w->n; column += M3_SUPERBLOCK) {
+    int64_t groups = w->n - column < M3_SUPERBLOCK ? (w->n - column) / M3_ACTIVATION_GROUP : 8;
+    if (f.block != f.bytes && groups < 8) pad_rows(&f, w->n - column, &rows);
     __m256i v[16][PANEL];
-    panel_scales scales, minima;
     for (int j = 0; j < PANEL; j++) {
-      char rest[MOST_BYTES_256];
-      const void *b = block_of(&f, w, first + j, column, rest);
-      f.scales(b, scales.rows[j], minima.rows[j]);
 #pragma GCC unroll 4
       for (int i = 0; i < 4; i++) {
         __m256i four[4];
-        f.codes(b, i, four);
-        for (int k = 0; k < 4; k++) v[4 * i + k][j] = four[k];
+        f.codes(rows.row[j], i, four);
+        for (int k = 0; k < 4; k++) v[4 * i + k][j] = _mm256_sub_epi16(four[k], _mm256_set1_epi16((int16_t)f.zero));
       }
     }
-    int64_t groups = w->n - column < M3_SUPERBLOCK ? (w->n - column) / M3_ACTIVATION_GROUP : 8;
     for (int64_t k = 0; k < 2 * groups; k++) {
       __m256 pairs[8];
       transpose8((const float *)(const void *)v[k], 8, pairs);
       for (int p = 0; p < 8; p++)
         _mm256_store_ps((float *)(void *)out->q[column / 2 + 8 * k + p][first], pairs[p]);
     }
-    __m256 s[16];
-    int64_t at = column / M3_SUPERBLOCK * f.groups, count = groups * f.groups / 8;
-    transpose_scales(&scales, f.groups, s);
-    for (int64_t g = 0; g < count; g++) _mm256_store_ps(out->scale[at + g] + first, s[g]);
-    if (!f.minima) continue;
-    transpose_scales(&minima, f.groups, s);
-    for (int64_t g = 0; g < count; g++) _mm256_store_ps(out->min[at + g] + first, s[g]);
+    __m256 s[16], m[16];
+    scales_of_panel(&f, &rows, s, m);
+    int64_t at = column / M3_SUPERBLOCK * f.groups;
+    for (int64_t g = 0; g < groups * f.groups / 8; g++) {
+      _mm256_store_ps(out->scale[at + g] + first, s[g]);
+      if (f.minima) _mm256_store_ps(out->min[at + g] + first, m[g]);
+    }
+    for (int j = 0; j < PANEL; j++) rows.row[j] += f.bytes;
   }
 }
 
@@ -307,7 +340,10 @@ static void round_group(const float *from, int64_t g, const m3_activations *out)
   for (int h = 0; h < 2; h++) sum[h] = total(_mm256_add_epi32(i[2 * h], i[2 * h + 1]));
   out->scale[g] = scale;
   out->sum[g] = scale * (float)(sum[0] + sum[1]);
-  for (int h = 0; h < 2; h++) out->half_sum[2 * g + h] = scale * (float)sum[h];
+  for (int h = 0; h < 2; h++) {
+    out->half_sum[2 * g + h] = scale * (float)sum[h];
+    out->total[2 * g + h] = sum[h];
+  }
 }
 
 static void round_row(const float *x, int64_t n, void *out) {
@@ -317,41 +353,43 @@ static void round_row(const float *x, int64_t n, void *out) {
   for (int64_t g = groups; g < padded; g++) {
     memset(a.q + 32 * g, 0, 32 * sizeof *a.q);
     a.scale[g] = a.sum[g] = a.half_sum[2 * g] = a.half_sum[2 * g + 1] = 0;
+    a.total[2 * g] = a.total[2 * g + 1] = 0;
   }
 }
 
 /* ------------------------------------------------------------------------------------------------ types */
 
-#define FORMAT(name, blocks, groups, minima)                                                                     \
-  ((format){(blocks) * sizeof(m3_block_##name), sizeof(m3_block_##name), groups, minima, codes_##name, scales_##name})
-#define TYPE(name, blocks, groups, minima)                                              \
-  static void product_##name(const m3_weight_rows *w, const void *x, float *out) {      \
-    row_product(FORMAT(name, blocks, groups, minima), w, x, out);                       \
-  }                                                                                     \
-  static void unpack_##name(const m3_weight_rows *w, m3_tile *out) {                    \
-    unpack(FORMAT(name, blocks, groups, minima), w, out);                               \
+#define FORMAT(name, blocks, groups, minima, panel)                                                               \
+  ((format){(blocks) * sizeof(m3_block_##name), sizeof(m3_block_##name), groups, minima, zero_##name, codes_##name, \
+            scales_##name, panel})
+#define TYPE(name, blocks, groups, minima, panel)                                  \
+  static void product_##name(const m3_weight_rows *w, const void *x, float *out) { \
+    row_product(FORMAT(name, blocks, groups, minima, panel), w, x, out);           \
+  }                                                                                \
+  static void unpack_##name(const m3_weight_rows *w, m3_tile *out) {               \
+    unpack(FORMAT(name, blocks, groups, minima, panel), w, out);                   \
   }
 
-TYPE(q4_0, 8, 8, false)
-TYPE(q4_1, 8, 8, true)
-TYPE(q5_0, 8, 8, false)
-TYPE(q5_1, 8, 8, true)
-TYPE(q8_0, 8, 8, false)
-TYPE(iq4_nl, 8, 8, false)
-TYPE(mxfp4, 8, 8, false)
-TYPE(q2_k, 1, 16, true)
-TYPE(q3_k, 1, 16, false)
-TYPE(q4_k, 1, 8, true)
-TYPE(q5_k, 1, 8, true)
-TYPE(q6_k, 1, 16, false)
-TYPE(iq4_xs, 1, 8, false)
-TYPE(iq2_xxs, 1, 8, false)
-TYPE(iq2_xs, 1, 16, false)
-TYPE(iq2_s, 1, 16, false)
-TYPE(iq3_xxs, 1, 8, false)
-TYPE(iq3_s, 1, 8, false)
-TYPE(iq1_s, 1, 8, false)
-TYPE(iq1_m, 1, 16, false)
+TYPE(q4_0, 8, 8, false, panel_q4_0)
+TYPE(q4_1, 8, 8, true, panel_q4_1)
+TYPE(q5_0, 8, 8, false, panel_q5_0)
+TYPE(q5_1, 8, 8, true, panel_q5_1)
+TYPE(q8_0, 8, 8, false, panel_q8_0)
+TYPE(iq4_nl, 8, 8, false, panel_iq4_nl)
+TYPE(mxfp4, 8, 8, false, NULL)
+TYPE(q2_k, 1, 16, true, NULL)
+TYPE(q3_k, 1, 16, false, NULL)
+TYPE(q4_k, 1, 8, true, panel_q4_k)
+TYPE(q5_k, 1, 8, true, panel_q5_k)
+TYPE(q6_k, 1, 16, false, NULL)
+TYPE(iq4_xs, 1, 8, false, NULL)
+TYPE(iq2_xxs, 1, 8, false, NULL)
+TYPE(iq2_xs, 1, 16, false, NULL)
+TYPE(iq2_s, 1, 16, false, NULL)
+TYPE(iq3_xxs, 1, 8, false, NULL)
+TYPE(iq3_s, 1, 8, false, NULL)
+TYPE(iq1_s, 1, 8, false, NULL)
+TYPE(iq1_m, 1, 16, false, NULL)
 
 /* Places of a table by type. */
 #define BY_TYPE(prefix)                                                                                                \

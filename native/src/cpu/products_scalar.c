@@ -31,7 +31,10 @@ static void round_group(const float *x, int64_t g, const m3_activations *out) {
     out->scale[g] = max < M3_ACTIVATION_TINY ? 0.0f : NAN;
   }
   out->sum[g] = out->scale[g] * (float)(sum[0] + sum[1]);
-  for (int h = 0; h < 2; h++) out->half_sum[2 * g + h] = out->scale[g] * (float)sum[h];
+  for (int h = 0; h < 2; h++) {
+    out->half_sum[2 * g + h] = out->scale[g] * (float)sum[h];
+    out->total[2 * g + h] = sum[h];
+  }
 }
 
 static void round_row(const float *x, int64_t n, void *out) {

@@ -1,9 +1,10 @@
 /* unpack_avx2.h - the integers of every block type with AVX2, 256 elements of a row at a time: a superblock, or 8 blocks
  * of 32. For each type
- *     codes_T(src, i, v)    elements 64 i to 64 i + 63 as 16-bit lanes: v[0] the even ones of the first 32, v[1] the odd
- *                           ones, v[2] and v[3] likewise of the second 32
+ *     codes_T(src, i, v)    elements 64 i to 64 i + 63 plus zero_T as 16-bit lanes: v[0] the even ones of the first 32,
+ *                           v[1] the odd ones, v[2] and v[3] likewise of the second 32
  *     scales_T(src, s, m)   scales of the 8 or 16 groups, and minima where the type has them
- * as codes.h defines them, to the bit. i is constant where they are inlined. */
+ * as codes.h defines them, to the bit. i is constant where they are inlined. zero_T makes lanes of types without signs
+ * positive, which is cheaper; whoever uses them takes it away again. */
 #ifndef M3_SRC_CPU_UNPACK_AVX2_H
 #define M3_SRC_CPU_UNPACK_AVX2_H
 
@@ -29,11 +30,22 @@ INLINE __m256i field(__m256i a, int shift, int bits) {
   return _mm256_and_si256(_mm256_srli_epi16(a, shift), bytes_of((1 << bits) - 1));
 }
 
-/* The same of the even and the odd bytes, as 16-bit lanes. */
+/* The same, moved to bit `to` of each byte. */
+INLINE __m256i moved_field(__m256i a, int shift, int bits, int to) {
+  a = to < shift ? _mm256_srli_epi16(a, shift - to) : _mm256_slli_epi16(a, to - shift);
+  return _mm256_and_si256(a, bytes_of(((1 << bits) - 1) << to));
+}
+
+/* Those of the even and the odd bytes, as 16-bit lanes. */
 INLINE void split_field(__m256i a, int shift, int bits, __m256i v[2]) {
   const __m256i mask = _mm256_set1_epi16((int16_t)((1 << bits) - 1));
   v[0] = _mm256_and_si256(_mm256_srli_epi16(a, shift), mask);
   v[1] = _mm256_and_si256(_mm256_srli_epi16(a, 8 + shift), mask);
+}
+
+INLINE void split_unsigned(__m256i a, __m256i v[2]) {
+  v[0] = _mm256_and_si256(a, _mm256_set1_epi16(255));
+  v[1] = _mm256_srli_epi16(a, 8);
 }
 
 INLINE void split_signed(__m256i a, __m256i v[2]) {
@@ -96,6 +108,12 @@ INLINE uint64_t word64(const void *p) {
   return w;
 }
 
+INLINE uint16_t word16(const void *p) {
+  uint16_t w;
+  memcpy(&w, p, 2);
+  return w;
+}
+
 INLINE uint32_t word32(const void *p) {
   uint32_t w;
   memcpy(&w, p, 4);
@@ -108,12 +126,34 @@ INLINE __m128i nibbles16(const uint8_t *p) {
   return _mm_unpacklo_epi8(_mm_and_si128(q, mask), _mm_and_si128(_mm_srli_epi16(q, 4), mask));
 }
 
+/* Of eight rows, a row in each lane: what a type has where that is cheaper than scales_T of each row. */
+typedef void panel_scales(const char *const *rows, __m256 *s, __m256 *m);
+
+/* The float16 at an offset of eight rows. */
+INLINE __m256 halves_of_rows(const char *const *rows, size_t offset) {
+  __m128i h = _mm_setzero_si128();
+#define PUT(j) h = _mm_insert_epi16(h, (int16_t)word16(rows[j] + offset), j)
+  PUT(0), PUT(1), PUT(2), PUT(3), PUT(4), PUT(5), PUT(6), PUT(7);
+#undef PUT
+  return _mm256_cvtph_ps(h);
+}
+
 /* ------------------------------------------------------------------------------------------------ blocks of 32 */
 
 #define CODES_32(type, split)                                    \
   INLINE void codes_##type(const void *src, int i, __m256i *v) { \
     const m3_block_##type *b = (const m3_block_##type *)src + 2 * i; \
     for (int k = 0; k < 2; k++, b++, v += 2) split;              \
+  }
+
+#define PANEL_32(type, minima)                                                          \
+  INLINE void panel_##type(const char *const *rows, __m256 *s, __m256 *m) {             \
+    for (size_t g = 0; g < 8; g++) {                                                    \
+      s[g] = halves_of_rows(rows, g * sizeof(m3_block_##type));                         \
+      if (!(minima)) continue;                                                          \
+      __m256 min = halves_of_rows(rows, g * sizeof(m3_block_##type) + 2);               \
+      m[g] = _mm256_xor_ps(min, _mm256_set1_ps(-0.0f));                                 \
+    }                                                                                   \
   }
 
 #define SCALES_32(type)                                            \
@@ -132,10 +172,12 @@ INLINE __m256i fives(const uint8_t *q, const uint8_t *qh) {
   return _mm256_or_si256(nibbles(q), _mm256_and_si256(spread(word32(qh)), bytes_of(16)));
 }
 
-CODES_32(q4_0, split_signed(_mm256_sub_epi8(nibbles(b->q), bytes_of(8)), v))
-CODES_32(q4_1, split_field(nibbles(b->q), 0, 4, v))
-CODES_32(q5_0, split_signed(_mm256_sub_epi8(fives(b->q, b->qh), bytes_of(16)), v))
-CODES_32(q5_1, split_field(fives(b->q, b->qh), 0, 5, v))
+enum { zero_q4_0 = 8, zero_q4_1 = 0, zero_q5_0 = 16, zero_q5_1 = 0, zero_q8_0 = 0, zero_iq4_nl = 0, zero_mxfp4 = 0 };
+
+CODES_32(q4_0, split_unsigned(nibbles(b->q), v))
+CODES_32(q4_1, split_unsigned(nibbles(b->q), v))
+CODES_32(q5_0, split_unsigned(fives(b->q, b->qh), v))
+CODES_32(q5_1, split_unsigned(fives(b->q, b->qh), v))
 CODES_32(q8_0, split_signed(load32(b->q), v))
 CODES_32(iq4_nl, split_signed(_mm256_shuffle_epi8(twice(load16(m3_iq4_values)), nibbles(b->q)), v))
 CODES_32(mxfp4, split_signed(_mm256_shuffle_epi8(twice(load16(m3_mxfp4_values)), nibbles(b->q)), v))
@@ -145,6 +187,13 @@ SCALES_32(q5_0)
 SCALES_AND_MINIMA_32(q5_1)
 SCALES_32(q8_0)
 SCALES_32(iq4_nl)
+
+PANEL_32(q4_0, false)
+PANEL_32(q4_1, true)
+PANEL_32(q5_0, false)
+PANEL_32(q5_1, true)
+PANEL_32(q8_0, false)
+PANEL_32(iq4_nl, false)
 
 INLINE void scales_mxfp4(const void *src, float *s, float *m) {
   const m3_block_mxfp4 *b = src;
@@ -157,6 +206,8 @@ INLINE void scales_mxfp4(const void *src, float *s, float *m) {
 }
 
 /* ------------------------------------------------------------------------------------------------ blocks of 256 */
+
+enum { zero_q2_k = 0, zero_q3_k = 4, zero_q4_k = 0, zero_q5_k = 0, zero_q6_k = 32, zero_iq4_xs = 0 };
 
 INLINE void codes_q2_k(const void *src, int i, __m256i *v) {
   const m3_block_q2_k *b = src;
@@ -176,8 +227,7 @@ INLINE void codes_q3_k(const void *src, int i, __m256i *v) {
   const m3_block_q3_k *b = src;
   __m256i q = load32(b->q + 32 * (i / 2)), high = load32(b->hmask);
   for (int k = 0; k < 2; k++, v += 2) {
-    __m256i h = _mm256_slli_epi16(field(high, 2 * i + k, 1), 2);
-    split_signed(_mm256_sub_epi8(_mm256_or_si256(field(q, 4 * (i % 2) + 2 * k, 2), h), bytes_of(4)), v);
+    split_unsigned(_mm256_or_si256(field(q, 4 * (i % 2) + 2 * k, 2), moved_field(high, 2 * i + k, 1, 2)), v);
   }
 }
 
@@ -213,11 +263,42 @@ INLINE void scales_q4_k(const void *src, float *s, float *m) {
   six_bits(b->d, b->dmin, b->scales, s, m);
 }
 
+/* Of Q4_K and Q5_K, whose blocks begin with the same 16 bytes. */
+INLINE void six_bits_of_rows(const char *const *rows, __m256 *s, __m256 *m) {
+  __m256i a[4], b[4];
+  for (int j = 0; j < 4; j++) a[j] = _mm256_inserti128_si256(twice(load16(rows[j])), load16(rows[j + 4]), 1);
+  for (int j = 0; j < 4; j += 2) {
+    b[j] = _mm256_unpacklo_epi32(a[j], a[j + 1]);
+    b[j + 1] = _mm256_unpackhi_epi32(a[j], a[j + 1]);
+  }
+  __m256i d = _mm256_unpacklo_epi64(b[0], b[2]);
+  const __m256i part[3] = {_mm256_unpackhi_epi64(b[0], b[2]), _mm256_unpacklo_epi64(b[1], b[3]),
+                           _mm256_unpackhi_epi64(b[1], b[3])}; /* scales[0..3], [4..7], [8..11] */
+  __m256i halves16 = _mm256_packus_epi32(_mm256_and_si256(d, _mm256_set1_epi32(0xffff)), _mm256_srli_epi32(d, 16));
+  halves16 = _mm256_permute4x64_epi64(halves16, 0xd8);
+  const __m256 of[2] = {_mm256_cvtph_ps(_mm256_castsi256_si128(halves16)),
+                        _mm256_cvtph_ps(_mm256_extracti128_si256(halves16, 1))};
+  for (int k = 0; k < 2; k++) { /* scales, minima */
+    const __m256i six = bytes_of(63), four = bytes_of(15);
+    __m256i low = _mm256_and_si256(part[k], six);
+    __m256i high = _mm256_and_si256(k ? _mm256_srli_epi16(part[2], 4) : part[2], four);
+    high = _mm256_or_si256(high, moved_field(part[k], 6, 2, 4));
+    __m256 *to = k ? m : s;
+    for (int g = 0; g < 8; g++) {
+      __m256i i = _mm256_and_si256(_mm256_srli_epi32(g < 4 ? low : high, 8 * (g % 4)), _mm256_set1_epi32(255));
+      to[g] = _mm256_mul_ps(of[k], _mm256_cvtepi32_ps(i));
+    }
+  }
+}
+
+INLINE void panel_q4_k(const char *const *rows, __m256 *s, __m256 *m) { six_bits_of_rows(rows, s, m); }
+INLINE void panel_q5_k(const char *const *rows, __m256 *s, __m256 *m) { six_bits_of_rows(rows, s, m); }
+
 INLINE void codes_q5_k(const void *src, int i, __m256i *v) {
   const m3_block_q5_k *b = src;
   __m256i q = load32(b->q + 32 * i), high = load32(b->qh);
   for (int k = 0; k < 2; k++)
-    split_field(_mm256_or_si256(field(q, 4 * k, 4), _mm256_slli_epi16(field(high, 2 * i + k, 1), 4)), 0, 5, v + 2 * k);
+    split_unsigned(_mm256_or_si256(field(q, 4 * k, 4), moved_field(high, 2 * i + k, 1, 4)), v + 2 * k);
 }
 
 INLINE void scales_q5_k(const void *src, float *s, float *m) {
@@ -230,8 +311,7 @@ INLINE void codes_q6_k(const void *src, int i, __m256i *v) {
   __m256i high = load32(b->qh + 32 * (i / 2));
   for (int k = 0; k < 2; k++) {
     __m256i low = field(load32(b->ql + 64 * (i / 2) + 32 * k), 4 * (i % 2), 4);
-    __m256i h = _mm256_slli_epi16(field(high, 4 * (i % 2) + 2 * k, 2), 4);
-    split_signed(_mm256_sub_epi8(_mm256_or_si256(low, h), bytes_of(32)), v + 2 * k);
+    split_unsigned(_mm256_or_si256(low, moved_field(high, 4 * (i % 2) + 2 * k, 2, 4)), v + 2 * k);
   }
 }
 
@@ -256,6 +336,16 @@ INLINE void scales_iq4_xs(const void *src, float *s, float *m) {
 }
 
 /* ------------------------------------------------------------------------------------------------ codebooks */
+
+enum {
+  zero_iq2_xxs = 0,
+  zero_iq2_xs = 0,
+  zero_iq2_s = 0,
+  zero_iq3_xxs = 0,
+  zero_iq3_s = 0,
+  zero_iq1_s = 0,
+  zero_iq1_m = 0
+};
 
 INLINE __m256i runs_of_8(uint64_t a, uint64_t b, uint64_t c, uint64_t d) {
   return _mm256_setr_epi64x((int64_t)a, (int64_t)b, (int64_t)c, (int64_t)d);
@@ -423,6 +513,7 @@ INLINE void scales_iq1_m(const void *src, float *s, float *m) {
   }
 }
 
+#undef PANEL_32
 #undef CODES_32
 #undef SCALES_32
 #undef SCALES_AND_MINIMA_32
