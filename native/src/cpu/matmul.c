@@ -6,7 +6,7 @@
 #define MOST_ROWS 512
 
 /* Rows of x up to which weights are multiplied as they are unpacked. Above, unpacking once for all is cheaper. */
-#define FEW_ROWS 3
+#define FEW_ROWS 2
 
 #define CACHE_LINE 64
 

@@ -3,7 +3,7 @@
 #include <math.h>
 
 #include "cpu/products.h"
-#include "cpu/unpack_avx2.h"
+#include "cpu/unpack_codebooks_avx2.h"
 
 enum { PANEL = 8 /* rows of weights that are worked on together */ };
 
@@ -114,6 +114,7 @@ INLINE __m256 multiply_panel(const format *f, const panel *p, int64_t row_bytes,
     for (int i = 0; i < 4; i++) {
       __m256i v[4];
       f->codes(b, i, v);
+#pragma GCC unroll 2
       for (int k = 0; k < 2; k++)
         sums[2 * i + k][j] = _mm256_add_epi32(_mm256_madd_epi16(v[2 * k], x[4 * i + 2 * k]),
                                               _mm256_madd_epi16(v[2 * k + 1], x[4 * i + 2 * k + 1]));
@@ -178,6 +179,7 @@ INLINE void unpack_panel(const format f, const m3_weight_rows *w, int64_t first,
       for (int i = 0; i < 4; i++) {
         __m256i four[4];
         f.codes(rows.row[j], i, four);
+#pragma GCC unroll 4
         for (int k = 0; k < 4; k++) v[4 * i + k][j] = _mm256_sub_epi16(four[k], _mm256_set1_epi16((int16_t)f.zero));
       }
     }

@@ -9,6 +9,7 @@
 #define M3_SRC_CPU_UNPACK_AVX2_H
 
 #include <immintrin.h>
+#include <stdbool.h>
 #include <stddef.h>
 #include <string.h>
 
@@ -143,7 +144,7 @@ INLINE __m256 halves_of_rows(const char *const *rows, size_t offset) {
 #define CODES_32(type, split)                                    \
   INLINE void codes_##type(const void *src, int i, __m256i *v) { \
     const m3_block_##type *b = (const m3_block_##type *)src + 2 * i; \
-    for (int k = 0; k < 2; k++, b++, v += 2) split;              \
+    _Pragma("GCC unroll 2") for (int k = 0; k < 2; k++, b++, v += 2) split; \
   }
 
 #define PANEL_32(type, minima)                                                          \
@@ -226,6 +227,7 @@ INLINE void scales_q2_k(const void *src, float *s, float *m) {
 INLINE void codes_q3_k(const void *src, int i, __m256i *v) {
   const m3_block_q3_k *b = src;
   __m256i q = load32(b->q + 32 * (i / 2)), high = load32(b->hmask);
+#pragma GCC unroll 2
   for (int k = 0; k < 2; k++, v += 2) {
     split_unsigned(_mm256_or_si256(field(q, 4 * (i % 2) + 2 * k, 2), moved_field(high, 2 * i + k, 1, 2)), v);
   }
@@ -297,6 +299,7 @@ INLINE void panel_q5_k(const char *const *rows, __m256 *s, __m256 *m) { six_bits
 INLINE void codes_q5_k(const void *src, int i, __m256i *v) {
   const m3_block_q5_k *b = src;
   __m256i q = load32(b->q + 32 * i), high = load32(b->qh);
+#pragma GCC unroll 2
   for (int k = 0; k < 2; k++)
     split_unsigned(_mm256_or_si256(field(q, 4 * k, 4), moved_field(high, 2 * i + k, 1, 4)), v + 2 * k);
 }
@@ -309,6 +312,7 @@ INLINE void scales_q5_k(const void *src, float *s, float *m) {
 INLINE void codes_q6_k(const void *src, int i, __m256i *v) {
   const m3_block_q6_k *b = src;
   __m256i high = load32(b->qh + 32 * (i / 2));
+#pragma GCC unroll 2
   for (int k = 0; k < 2; k++) {
     __m256i low = field(load32(b->ql + 64 * (i / 2) + 32 * k), 4 * (i % 2), 4);
     split_unsigned(_mm256_or_si256(low, moved_field(high, 4 * (i % 2) + 2 * k, 2, 4)), v + 2 * k);
@@ -323,6 +327,7 @@ INLINE void scales_q6_k(const void *src, float *s, float *m) {
 
 INLINE void codes_iq4_xs(const void *src, int i, __m256i *v) {
   const m3_block_iq4_xs *b = src;
+#pragma GCC unroll 2
   for (int k = 0; k < 2; k++)
     split_signed(_mm256_shuffle_epi8(twice(load16(m3_iq4_values)), nibbles(b->q + 32 * i + 16 * k)), v + 2 * k);
 }
@@ -333,184 +338,6 @@ INLINE void scales_iq4_xs(const void *src, float *s, float *m) {
   __m256i high = _mm256_slli_epi32(fields8(b->scales_h, 2), 4);
   __m256i i = _mm256_or_si256(fields8(word32(b->scales_l), 4), high);
   scaled8(s, half8(b->d), _mm256_sub_epi32(i, _mm256_set1_epi32(32)));
-}
-
-/* ------------------------------------------------------------------------------------------------ codebooks */
-
-enum {
-  zero_iq2_xxs = 0,
-  zero_iq2_xs = 0,
-  zero_iq2_s = 0,
-  zero_iq3_xxs = 0,
-  zero_iq3_s = 0,
-  zero_iq1_s = 0,
-  zero_iq1_m = 0
-};
-
-INLINE __m256i runs_of_8(uint64_t a, uint64_t b, uint64_t c, uint64_t d) {
-  return _mm256_setr_epi64x((int64_t)a, (int64_t)b, (int64_t)c, (int64_t)d);
-}
-
-/* Magnitudes, negative where the bit is set. */
-INLINE void split_signs(__m256i magnitudes, uint32_t signs, __m256i *v) {
-  __m256i negative = spread(signs);
-  split_signed(_mm256_sub_epi8(_mm256_xor_si256(magnitudes, negative), negative), v);
-}
-
-/* Four times 7 bits as sign bytes. */
-INLINE uint32_t patterns(uint32_t w) {
-  return (uint32_t)m3_sign_patterns[w & 127] | (uint32_t)m3_sign_patterns[w >> 7 & 127] << 8 |
-         (uint32_t)m3_sign_patterns[w >> 14 & 127] << 16 | (uint32_t)m3_sign_patterns[w >> 21 & 127] << 24;
-}
-
-INLINE void codes_iq2_xxs(const void *src, int i, __m256i *v) {
-  const m3_block_iq2_xxs *b = src;
-  for (int k = 0; k < 2; k++) {
-    uint64_t w = word64(b->q + 8 * i + 4 * k);
-    __m256i grid = runs_of_8(word64(m3_iq2_xxs_grid[w & 255]), word64(m3_iq2_xxs_grid[w >> 8 & 255]),
-                             word64(m3_iq2_xxs_grid[w >> 16 & 255]), word64(m3_iq2_xxs_grid[w >> 24 & 255]));
-    split_signs(grid, patterns((uint32_t)(w >> 32)), v + 2 * k);
-  }
-}
-
-INLINE void scales_iq2_xxs(const void *src, float *s, float *m) {
-  const m3_block_iq2_xxs *b = src;
-  (void)m;
-  __m256 odd = _mm256_shuffle_ps(_mm256_castsi256_ps(load32(b->q)), _mm256_castsi256_ps(load32(b->q + 16)), 0xdd);
-  __m256i w = _mm256_permute4x64_epi64(_mm256_castps_si256(odd), 0xd8);
-  between8(s, half8(b->d), _mm256_srli_epi32(w, 28), 0.25f);
-}
-
-/* Of IQ2_XS and IQ2_S. */
-INLINE void between16(float *s, uint16_t d, const uint8_t *packed, float factor) {
-  __m128i i = nibbles16(packed);
-  between8(s, half8(d), _mm256_cvtepi8_epi32(i), factor);
-  between8(s + 8, half8(d), _mm256_cvtepi8_epi32(_mm_srli_si128(i, 8)), factor);
-}
-
-INLINE void codes_iq2_xs(const void *src, int i, __m256i *v) {
-  const m3_block_iq2_xs *b = src;
-  for (int k = 0; k < 2; k++) {
-    const uint16_t *q = b->q + 8 * i + 4 * k;
-    __m256i grid = runs_of_8(word64(m3_iq2_xs_grid[q[0] & 511]), word64(m3_iq2_xs_grid[q[1] & 511]),
-                             word64(m3_iq2_xs_grid[q[2] & 511]), word64(m3_iq2_xs_grid[q[3] & 511]));
-    uint32_t signs = (uint32_t)m3_sign_patterns[q[0] >> 9] | (uint32_t)m3_sign_patterns[q[1] >> 9] << 8 |
-                     (uint32_t)m3_sign_patterns[q[2] >> 9] << 16 | (uint32_t)m3_sign_patterns[q[3] >> 9] << 24;
-    split_signs(grid, signs, v + 2 * k);
-  }
-}
-
-INLINE void scales_iq2_xs(const void *src, float *s, float *m) {
-  const m3_block_iq2_xs *b = src;
-  (void)m;
-  between16(s, b->d, b->scales, 0.25f);
-}
-
-INLINE void codes_iq2_s(const void *src, int i, __m256i *v) {
-  const m3_block_iq2_s *b = src;
-  for (int k = 0; k < 2; k++) {
-    const uint8_t *q = b->q + 8 * i + 4 * k;
-    unsigned h = b->qh[2 * i + k];
-    __m256i grid = runs_of_8(word64(m3_iq2_s_grid[q[0] | (h & 3) << 8]), word64(m3_iq2_s_grid[q[1] | (h >> 2 & 3) << 8]),
-                             word64(m3_iq2_s_grid[q[2] | (h >> 4 & 3) << 8]), word64(m3_iq2_s_grid[q[3] | (h >> 6) << 8]));
-    split_signs(grid, word32(b->signs + 8 * i + 4 * k), v + 2 * k);
-  }
-}
-
-INLINE void scales_iq2_s(const void *src, float *s, float *m) {
-  const m3_block_iq2_s *b = src;
-  (void)m;
-  between16(s, b->d, b->scales, 0.25f);
-}
-
-INLINE __m256i runs_of_4(const uint8_t (*grid)[4], const uint8_t *q, unsigned high) {
-#define RUN(r) (int)word32(grid[q[r] | (high >> (r) & 1) << 8])
-  return _mm256_setr_epi32(RUN(0), RUN(1), RUN(2), RUN(3), RUN(4), RUN(5), RUN(6), RUN(7));
-#undef RUN
-}
-
-INLINE void codes_iq3_xxs(const void *src, int i, __m256i *v) {
-  const m3_block_iq3_xxs *b = src;
-  for (int k = 0; k < 2; k++) {
-    int g = 2 * i + k;
-    split_signs(runs_of_4(m3_iq3_xxs_grid, b->q + 8 * g, 0), patterns(word32(b->gas + 4 * g)), v + 2 * k);
-  }
-}
-
-INLINE void scales_iq3_xxs(const void *src, float *s, float *m) {
-  const m3_block_iq3_xxs *b = src;
-  (void)m;
-  between8(s, half8(b->d), _mm256_srli_epi32(load32(b->gas), 28), 0.5f);
-}
-
-INLINE void codes_iq3_s(const void *src, int i, __m256i *v) {
-  const m3_block_iq3_s *b = src;
-  for (int k = 0; k < 2; k++) {
-    int g = 2 * i + k;
-    split_signs(runs_of_4(m3_iq3_s_grid, b->q + 8 * g, b->qh[g]), word32(b->signs + 4 * g), v + 2 * k);
-  }
-}
-
-INLINE void scales_iq3_s(const void *src, float *s, float *m) {
-  const m3_block_iq3_s *b = src;
-  (void)m;
-  __m256i n = fields8(word32(b->scales), 4);
-  scaled8(s, half8(b->d), _mm256_add_epi32(_mm256_add_epi32(n, n), _mm256_set1_epi32(1)));
-}
-
-/* 8 * entry + or - 1 by the sign bits of runs, all bits of a byte each. */
-INLINE void split_ternary(__m256i grid, __m256i negative, __m256i *v) {
-  __m256i eight = _mm256_and_si256(_mm256_slli_epi16(grid, 3), bytes_of(0xf8));
-  split_signed(_mm256_add_epi8(eight, _mm256_or_si256(negative, bytes_of(1))), v);
-}
-
-INLINE void codes_iq1_s(const void *src, int i, __m256i *v) {
-  const m3_block_iq1_s *b = src;
-  for (int k = 0; k < 2; k++) {
-    int g = 2 * i + k;
-    const uint8_t *q = b->q + 4 * g;
-    unsigned h = b->qh[g];
-    __m256i grid = runs_of_8(word64(m3_iq1_grid[q[0] | (h & 7) << 8]), word64(m3_iq1_grid[q[1] | (h >> 3 & 7) << 8]),
-                             word64(m3_iq1_grid[q[2] | (h >> 6 & 7) << 8]), word64(m3_iq1_grid[q[3] | (h >> 9 & 7) << 8]));
-    split_ternary(grid, bytes_of(-(int)(h >> 15)), v + 2 * k);
-  }
-}
-
-/* d * (2 * i + 1) / 8. */
-INLINE void odd8(float *s, __m256 d, __m256i i) {
-  __m256 x = _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_add_epi32(i, i), _mm256_set1_epi32(1)));
-  _mm256_storeu_ps(s, _mm256_mul_ps(_mm256_mul_ps(d, x), _mm256_set1_ps(0.125f)));
-}
-
-INLINE void scales_iq1_s(const void *src, float *s, float *m) {
-  const m3_block_iq1_s *b = src;
-  (void)m;
-  __m256i h = _mm256_cvtepu16_epi32(load16(b->qh));
-  odd8(s, half8(b->d), _mm256_and_si256(_mm256_srli_epi32(h, 12), _mm256_set1_epi32(7)));
-}
-
-INLINE void codes_iq1_m(const void *src, int i, __m256i *v) {
-  const m3_block_iq1_m *b = src;
-  for (int k = 0; k < 2; k++) {
-    const uint8_t *q = b->q + 8 * i + 4 * k;
-    unsigned h = b->qh[4 * i + 2 * k] | (unsigned)b->qh[4 * i + 2 * k + 1] << 8;
-    __m256i grid = runs_of_8(word64(m3_iq1_grid[q[0] | (h & 7) << 8]), word64(m3_iq1_grid[q[1] | (h >> 4 & 7) << 8]),
-                             word64(m3_iq1_grid[q[2] | (h >> 8 & 7) << 8]), word64(m3_iq1_grid[q[3] | (h >> 12 & 7) << 8]));
-    const __m256i bit = runs_of_8(1u << 3, 1u << 7, 1u << 11, 1u << 15);
-    __m256i negative = _mm256_cmpeq_epi64(_mm256_and_si256(_mm256_set1_epi64x(h), bit), bit);
-    split_ternary(grid, negative, v + 2 * k);
-  }
-}
-
-INLINE void scales_iq1_m(const void *src, float *s, float *m) {
-  const m3_block_iq1_m *b = src;
-  (void)m;
-  const __m256i shift = _mm256_setr_epi32(0, 3, 6, 9, 0, 3, 6, 9), seven = _mm256_set1_epi32(7);
-  __m256 d = half8(m3_iq1_m_d(b));
-  for (int k = 0; k < 2; k++) {
-    __m256i w = _mm256_set_m128i(_mm_set1_epi32(b->scales[2 * k + 1]), _mm_set1_epi32(b->scales[2 * k]));
-    odd8(s + 8 * k, d, _mm256_and_si256(_mm256_srlv_epi32(w, shift), seven));
-  }
 }
 
 #undef PANEL_32
