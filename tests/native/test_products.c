@@ -246,6 +246,9 @@ int main(void) {
       continue;
     }
     check_set(m3_kernels_for(isa)->products, m3_kernels_for(isa)->name);
+#if defined(__x86_64__)
+    if (m3_kernels_for(isa) == &m3_kernels_avx512_vnni) check_set(&m3_products_avx512, "avx512 without VNNI");
+#endif
   }
   return finish("test_products");
 }

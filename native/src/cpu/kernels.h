@@ -35,7 +35,7 @@ typedef struct m3_kernels {
 extern const m3_kernels m3_kernels_scalar;
 #if defined(__x86_64__)
 extern const m3_kernels m3_kernels_avx2;
-extern const m3_kernels m3_kernels_avx512;
+extern const m3_kernels m3_kernels_avx512, m3_kernels_avx512_vnni; /* the second with dot product instructions */
 #elif defined(__aarch64__)
 extern const m3_kernels m3_kernels_neon;
 #endif

@@ -36,7 +36,8 @@ typedef struct m3_weight_rows {
   int64_t n;         /* columns, a multiple of 32 */
 } m3_weight_rows;
 
-/* Products of a tile with rows of activations: adds to acc [n_x, 16], lanes beyond the tile's rows undefined. */
+/* Products of a tile with rows of activations: adds to acc [n_x, 16], lanes beyond the tile's rows undefined.
+ * Activations are read only. */
 typedef struct m3_tile_product {
   const m3_coding *coding;
   const m3_tile *tile;
@@ -47,6 +48,12 @@ typedef struct m3_tile_product {
   int64_t n_x;
   float *acc;
 } m3_tile_product;
+
+/* The r-th row of activations. */
+static inline m3_activations m3_activations_of(const m3_tile_product *p, int64_t r) {
+  int64_t row = p->rows ? p->rows[r] : r;
+  return m3_activations_at((char *)p->x + row * m3_activation_bytes(p->n_in), p->n_in);
+}
 
 /* Unpacks up to 512 columns. */
 typedef void (*m3_unpacker)(const m3_weight_rows *w, m3_tile *out);
@@ -65,7 +72,10 @@ typedef struct m3_products {
 extern const m3_products m3_products_scalar;
 #if defined(__x86_64__)
 extern const m3_products m3_products_avx2;
-const m3_products *m3_products_avx512(void); /* with dot product instructions if the machine has them */
+/* Of two sets with AVX-512; the second needs VNNI. All else in them is that of AVX2. */
+void m3_multiply_avx512(const m3_tile_product *p);
+void m3_multiply_avx512_vnni(const m3_tile_product *p);
+extern const m3_products m3_products_avx512, m3_products_avx512_vnni;
 #elif defined(__aarch64__)
 extern const m3_products m3_products_neon;
 #endif

@@ -246,7 +246,7 @@ INLINE void subtract_minima(const float *min, const float *const *sum, int64_t a
 }
 
 /* n rows of activations with a tile. */
-INLINE void multiply_rows(const m3_tile_product *p, const m3_activations *a, int n, bool halves_, bool minima,
+INLINE void multiply_rows(const m3_tile_product *p, const m3_activations *a, int n, bool halved, bool minima,
                           float *acc) {
   const int16_t *x[X_ROWS];
   const float *scale[X_ROWS], *sums[X_ROWS];
@@ -255,15 +255,15 @@ INLINE void multiply_rows(const m3_tile_product *p, const m3_activations *a, int
   for (int r = 0; r < n; r++) {
     x[r] = a[r].q + p->first;
     scale[r] = a[r].scale + first;
-    sums[r] = halves_ ? a[r].half_sum + 2 * first : a[r].sum + first;
+    sums[r] = halved ? a[r].half_sum + 2 * first : a[r].sum + first;
   }
   for (int64_t g = 0; g < p->n / M3_ACTIVATION_GROUP; g++)
-    for (int h = 0; h < (halves_ ? 2 : 1); h++) {
-      int64_t group = halves_ ? 2 * g + h : g;
+    for (int h = 0; h < (halved ? 2 : 1); h++) {
+      int64_t group = halved ? 2 * g + h : g;
       __m256i sum[X_ROWS][2];
 #pragma GCC unroll 4
       for (int r = 0; r < n; r++) sum[r][0] = sum[r][1] = _mm256_setzero_si256();
-      if (halves_) {
+      if (halved) {
         add_pairs(p->tile, 16 * g + 4 * h, 4, x, 32 * g + 8 * h, n, sum);
         add_pairs(p->tile, 16 * g + 4 * h + 8, 4, x, 32 * g + 8 * h + 16, n, sum);
       } else {
@@ -274,19 +274,17 @@ INLINE void multiply_rows(const m3_tile_product *p, const m3_activations *a, int
     }
 }
 
-INLINE void multiply_kind(const m3_tile_product *p, bool halves_, bool minima) {
-  int64_t stride = m3_activation_bytes(p->n_in);
+INLINE void multiply_kind(const m3_tile_product *p, bool halved, bool minima) {
   for (int64_t r = 0; r < p->n_x; r += X_ROWS) {
     m3_activations a[X_ROWS];
     int64_t n = p->n_x - r < X_ROWS ? p->n_x - r : X_ROWS;
-    for (int64_t k = 0; k < n; k++)
-      a[k] = m3_activations_at((char *)p->x + (p->rows ? p->rows[r + k] : r + k) * stride, p->n_in);
+    for (int64_t k = 0; k < n; k++) a[k] = m3_activations_of(p, r + k);
     float *acc = p->acc + r * M3_TILE_ROWS;
     switch (n) {
-      case 1: multiply_rows(p, a, 1, halves_, minima, acc); break;
-      case 2: multiply_rows(p, a, 2, halves_, minima, acc); break;
-      case 3: multiply_rows(p, a, 3, halves_, minima, acc); break;
-      default: multiply_rows(p, a, 4, halves_, minima, acc);
+      case 1: multiply_rows(p, a, 1, halved, minima, acc); break;
+      case 2: multiply_rows(p, a, 2, halved, minima, acc); break;
+      case 3: multiply_rows(p, a, 3, halved, minima, acc); break;
+      default: multiply_rows(p, a, 4, halved, minima, acc);
     }
   }
 }
@@ -404,6 +402,8 @@ TYPE(iq1_m, 1, 16, false, NULL)
    [M3_TYPE_IQ1_S] = prefix##iq1_s,     [M3_TYPE_IQ1_M] = prefix##iq1_m}
 
 const m3_products m3_products_avx2 = {round_row, multiply, BY_TYPE(unpack_), BY_TYPE(product_)};
+const m3_products m3_products_avx512 = {round_row, m3_multiply_avx512, BY_TYPE(unpack_), BY_TYPE(product_)};
+const m3_products m3_products_avx512_vnni = {round_row, m3_multiply_avx512_vnni, BY_TYPE(unpack_), BY_TYPE(product_)};
 #else
 typedef int m3_no_avx2_products;
 #endif

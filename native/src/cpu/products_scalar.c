@@ -49,9 +49,10 @@ void m3_unpack(const m3_weight_rows *w, m3_tile *out) {
     int8_t q[M3_TILE_COLUMNS];
     float scale[M3_TILE_COLUMNS / 16], min[M3_TILE_COLUMNS / 16];
     w->coding->read((const char *)w->data + j * w->row_bytes, q, scale, min, w->n);
-    for (int64_t i = 0; i < w->n; i++) {
-      int64_t at = i / 32 * 32 + place((int)(i % 32));
-      out->q[at / 2][j][at % 2] = q[i];
+    for (int64_t first = 0; first < w->n; first += 32) {
+      int16_t ordered[16][2];
+      for (int i = 0; i < 32; i++) ordered[place(i) / 2][place(i) % 2] = q[first + i];
+      for (int p = 0; p < 16; p++) memcpy(out->q[first / 2 + p][j], ordered[p], sizeof ordered[p]);
     }
     for (int64_t g = 0; g < w->n / group; g++) {
       out->scale[g][j] = scale[g];
@@ -92,9 +93,8 @@ static void multiply_lane(const m3_tile_product *p, const m3_activations *a, int
 }
 
 static void multiply(const m3_tile_product *p) {
-  int64_t stride = m3_activation_bytes(p->n_in);
   for (int64_t r = 0; r < p->n_x; r++) {
-    m3_activations a = m3_activations_at((char *)(uintptr_t)p->x + (p->rows ? p->rows[r] : r) * stride, p->n_in);
+    m3_activations a = m3_activations_of(p, r);
     for (int j = 0; j < M3_TILE_ROWS; j++) multiply_lane(p, &a, j, p->acc + r * M3_TILE_ROWS + j);
   }
 }

@@ -10,6 +10,7 @@
 typedef struct m3_coding {
   int32_t group; /* 16 or 32 elements */
   bool minima;
+  int64_t bytes; /* of 256 elements */
   /* n elements, a whole number of blocks: q [n], scale [n / group], min [n / group], which types without minima leave
    * alone. */
   void (*read)(const void *src, int8_t *q, float *scale, float *min, int64_t n);

@@ -101,10 +101,10 @@ static void iq1_m(const void *src, int8_t *q, float *scale, float *min, int64_t 
   }
 }
 
-const m3_coding m3_codes_iq2_xxs = {32, false, iq2_xxs};
-const m3_coding m3_codes_iq2_xs = {16, false, iq2_xs};
-const m3_coding m3_codes_iq2_s = {16, false, iq2_s};
-const m3_coding m3_codes_iq3_xxs = {32, false, iq3_xxs};
-const m3_coding m3_codes_iq3_s = {32, false, iq3_s};
-const m3_coding m3_codes_iq1_s = {32, false, iq1_s};
-const m3_coding m3_codes_iq1_m = {16, false, iq1_m};
+const m3_coding m3_codes_iq2_xxs = {32, false, sizeof(m3_block_iq2_xxs), iq2_xxs};
+const m3_coding m3_codes_iq2_xs = {16, false, sizeof(m3_block_iq2_xs), iq2_xs};
+const m3_coding m3_codes_iq2_s = {16, false, sizeof(m3_block_iq2_s), iq2_s};
+const m3_coding m3_codes_iq3_xxs = {32, false, sizeof(m3_block_iq3_xxs), iq3_xxs};
+const m3_coding m3_codes_iq3_s = {32, false, sizeof(m3_block_iq3_s), iq3_s};
+const m3_coding m3_codes_iq1_s = {32, false, sizeof(m3_block_iq1_s), iq1_s};
+const m3_coding m3_codes_iq1_m = {16, false, sizeof(m3_block_iq1_m), iq1_m};

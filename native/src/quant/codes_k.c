@@ -93,9 +93,9 @@ static void iq4_xs(const void *src, int8_t *q, float *scale, float *min, int64_t
   }
 }
 
-const m3_coding m3_codes_q2_k = {16, true, q2_k};
-const m3_coding m3_codes_q3_k = {16, false, q3_k};
-const m3_coding m3_codes_q4_k = {32, true, q4_k};
-const m3_coding m3_codes_q5_k = {32, true, q5_k};
-const m3_coding m3_codes_q6_k = {16, false, q6_k};
-const m3_coding m3_codes_iq4_xs = {32, false, iq4_xs};
+const m3_coding m3_codes_q2_k = {16, true, sizeof(m3_block_q2_k), q2_k};
+const m3_coding m3_codes_q3_k = {16, false, sizeof(m3_block_q3_k), q3_k};
+const m3_coding m3_codes_q4_k = {32, true, sizeof(m3_block_q4_k), q4_k};
+const m3_coding m3_codes_q5_k = {32, true, sizeof(m3_block_q5_k), q5_k};
+const m3_coding m3_codes_q6_k = {16, false, sizeof(m3_block_q6_k), q6_k};
+const m3_coding m3_codes_iq4_xs = {32, false, sizeof(m3_block_iq4_xs), iq4_xs};

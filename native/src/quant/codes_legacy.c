@@ -86,10 +86,10 @@ static void mxfp4(const void *src, int8_t *q, float *scale, float *min, int64_t 
   }
 }
 
-const m3_coding m3_codes_q4_0 = {32, false, q4_0};
-const m3_coding m3_codes_q4_1 = {32, true, q4_1};
-const m3_coding m3_codes_q5_0 = {32, false, q5_0};
-const m3_coding m3_codes_q5_1 = {32, true, q5_1};
-const m3_coding m3_codes_q8_0 = {32, false, q8_0};
-const m3_coding m3_codes_iq4_nl = {32, false, iq4_nl};
-const m3_coding m3_codes_mxfp4 = {32, false, mxfp4};
+const m3_coding m3_codes_q4_0 = {32, false, M3_SUPERBLOCK / M3_BLOCK * sizeof(m3_block_q4_0), q4_0};
+const m3_coding m3_codes_q4_1 = {32, true, M3_SUPERBLOCK / M3_BLOCK * sizeof(m3_block_q4_1), q4_1};
+const m3_coding m3_codes_q5_0 = {32, false, M3_SUPERBLOCK / M3_BLOCK * sizeof(m3_block_q5_0), q5_0};
+const m3_coding m3_codes_q5_1 = {32, true, M3_SUPERBLOCK / M3_BLOCK * sizeof(m3_block_q5_1), q5_1};
+const m3_coding m3_codes_q8_0 = {32, false, M3_SUPERBLOCK / M3_BLOCK * sizeof(m3_block_q8_0), q8_0};
+const m3_coding m3_codes_iq4_nl = {32, false, M3_SUPERBLOCK / M3_BLOCK * sizeof(m3_block_iq4_nl), iq4_nl};
+const m3_coding m3_codes_mxfp4 = {32, false, M3_SUPERBLOCK / M3_BLOCK * sizeof(m3_block_mxfp4), mxfp4};

@@ -6,9 +6,9 @@
 #include "m3.h"
 
 /* n elements, a whole number of blocks. */
-static inline void decode(const m3_coding *coding, int64_t block_bytes, const void *src, float *dst, int64_t n) {
+static inline void decode(const m3_coding *coding, const void *src, float *dst, int64_t n) {
   const char *b = src;
-  for (; n > 0; n -= M3_SUPERBLOCK, dst += M3_SUPERBLOCK, b += block_bytes) {
+  for (; n > 0; n -= M3_SUPERBLOCK, dst += M3_SUPERBLOCK, b += coding->bytes) {
     int64_t count = n < M3_SUPERBLOCK ? n : M3_SUPERBLOCK;
     int8_t q[M3_SUPERBLOCK];
     float scale[16], min[16];
@@ -21,31 +21,29 @@ static inline void decode(const m3_coding *coding, int64_t block_bytes, const vo
   }
 }
 
-#define DECODER(name, bytes) \
-  void m3_decode_##name(const void *src, float *dst, int64_t n) { decode(&m3_codes_##name, bytes, src, dst, n); }
-#define DECODER_32(name) DECODER(name, M3_SUPERBLOCK / M3_BLOCK * sizeof(m3_block_##name))
-#define DECODER_256(name) DECODER(name, sizeof(m3_block_##name))
+#define DECODER(name) \
+  void m3_decode_##name(const void *src, float *dst, int64_t n) { decode(&m3_codes_##name, src, dst, n); }
 
-DECODER_32(q4_0)
-DECODER_32(q4_1)
-DECODER_32(q5_0)
-DECODER_32(q5_1)
-DECODER_32(q8_0)
-DECODER_32(iq4_nl)
-DECODER_32(mxfp4)
-DECODER_256(q2_k)
-DECODER_256(q3_k)
-DECODER_256(q4_k)
-DECODER_256(q5_k)
-DECODER_256(q6_k)
-DECODER_256(iq4_xs)
-DECODER_256(iq2_xxs)
-DECODER_256(iq2_xs)
-DECODER_256(iq2_s)
-DECODER_256(iq3_xxs)
-DECODER_256(iq3_s)
-DECODER_256(iq1_s)
-DECODER_256(iq1_m)
+DECODER(q4_0)
+DECODER(q4_1)
+DECODER(q5_0)
+DECODER(q5_1)
+DECODER(q8_0)
+DECODER(iq4_nl)
+DECODER(mxfp4)
+DECODER(q2_k)
+DECODER(q3_k)
+DECODER(q4_k)
+DECODER(q5_k)
+DECODER(q6_k)
+DECODER(iq4_xs)
+DECODER(iq2_xxs)
+DECODER(iq2_xs)
+DECODER(iq2_s)
+DECODER(iq3_xxs)
+DECODER(iq3_s)
+DECODER(iq1_s)
+DECODER(iq1_m)
 
 const m3_coding *m3_coding_of(int32_t type) {
   static const m3_coding *const codings[] = {
