@@ -21,7 +21,8 @@ static void check_round(const m3_products *k, const char *name, const float *x, 
   k->round(x, n, got);
   m3_products_scalar.round(x, n, want);
   m3_activations a = m3_activations_at(got, n), b = m3_activations_at(want, n);
-  CHECK(memcmp(a.q, b.q, (size_t)padded * 2) == 0 && memcmp(a.total, b.total, (size_t)padded / 4) == 0, "%s: rounded activations differ", name);
+  CHECK(memcmp(a.q, b.q, (size_t)padded * 2) == 0 && memcmp(a.total, b.total, (size_t)padded / 4) == 0,
+        "%s: rounded activations differ", name);
   int64_t different = 0;
   for (int64_t i = 0; i < padded / 32 * 4; i++)
     different += memcmp(a.scale + i, b.scale + i, 4) != 0 && !(isnan(a.scale[i]) && isnan(b.scale[i]));
@@ -44,8 +45,8 @@ static void check_round(const m3_products *k, const char *name, const float *x, 
 
 static void check_rounding(const m3_products *k, const char *name) {
   static float x[MOST_N];
-  static const float edges[] = {0.0f,      -0.0f,    0x1p-149f, 0x1p-101f, 0x1p-100f, 1.0f,     -1.0f,
-                                -0x1p127f, FLT_MAX, -FLT_MAX,  INFINITY,  -INFINITY, NAN,      -NAN};
+  static const float edges[] = {0.0f,      -0.0f,   0x1p-149f, 0x1p-101f, 0x1p-100f, 1.0f, -1.0f,
+                                -0x1p127f, FLT_MAX, -FLT_MAX,  INFINITY,  -INFINITY, NAN,  -NAN};
   uint64_t seed = 3;
   for (int64_t n = 32; n <= MOST_N; n += 32) {
     fill_random(x, n, powf(10.0f, (float)(n / 32 % 60 - 30)), &seed);
@@ -189,8 +190,8 @@ static void check_product(const m3_products *k, const char *name, const product_
     float out[M3_TILE_ROWS];
     k->row_product[c->type](&(m3_weight_rows){c->coding, c->weights, c->row_bytes, n_rows, c->n}, x_row(c, r), out);
     CHECK(memcmp(out, all + r * M3_TILE_ROWS, (size_t)n_rows * 4) == 0,
-          "%s: %s n=%lld, %lld rows: one row of x gives other bits than many: %.9g, %.9g", name,
-          m3_type_name(c->type), (long long)c->n, (long long)n_rows, (double)out[0], (double)all[r * M3_TILE_ROWS]);
+          "%s: %s n=%lld, %lld rows: one row of x gives other bits than many: %.9g, %.9g", name, m3_type_name(c->type),
+          (long long)c->n, (long long)n_rows, (double)out[0], (double)all[r * M3_TILE_ROWS]);
   }
 }
 

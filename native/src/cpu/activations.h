@@ -1,9 +1,9 @@
 /* activations.h - rows of activations rounded to 16-bit integers, for products with weights of block types.
  *
  * A row of n (a multiple of 32) elements is cut in groups of 32. With m the largest magnitude of a group, scale = m /
- * 32767 and q = x * (32767 / m) to the nearest whole number, ties to even: an element is off by at most m / 65534 and the
- * rounding of float32, in all below 1.6e-5 of the group's largest. m below 2^-100 counts as zero: scale and q are 0. A group that holds NaN or infinity
- * has scale NaN and q 0, so that every product with it is NaN. */
+ * 32767 and q = x * (32767 / m) to the nearest whole number, ties to even: an element is off by at most m / 65534 and
+ * the rounding of float32, in all below 1.6e-5 of the group's largest. m below 2^-100 counts as zero: scale and q are
+ * 0. A group that holds NaN or infinity has scale NaN and q 0, so that every product with it is NaN. */
 #ifndef M3_SRC_CPU_ACTIVATIONS_H
 #define M3_SRC_CPU_ACTIVATIONS_H
 

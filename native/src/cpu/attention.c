@@ -73,8 +73,8 @@ static void project(const m3_context *c, const m3_prepare_params *p) {
   const struct {
     m3_role role;
     float *y;
-  } outputs[] = {{M3_ATTN_Q, s->q}, {M3_ATTN_K, s->k}, {M3_ATTN_V, s->v}, {M3_INDEX_Q, s->index_q},
-                 {M3_INDEX_K, s->index_k}};
+  } outputs[] = {
+      {M3_ATTN_Q, s->q}, {M3_ATTN_K, s->k}, {M3_ATTN_V, s->v}, {M3_INDEX_Q, s->index_q}, {M3_INDEX_K, s->index_k}};
   m3_factor factors[5];
   int32_t n = p->cache.index ? 5 : 3;
   for (int32_t i = 0; i < n; i++)

@@ -31,7 +31,8 @@ typedef struct m3_matmul_params {
   int32_t n_factors;
   const float *x; /* [n, columns] */
   int32_t n;
-  /* For stacked weights: rows start[e] to start[e + 1] - 1 of y belong to expert e. NULL: the first matrix and n rows. */
+  /* For stacked weights: rows start[e] to start[e + 1] - 1 of y belong to expert e. NULL: the first matrix and n rows.
+   */
   const int32_t *start; /* [n_experts + 1] */
   int32_t n_experts;
   const int32_t *rows; /* [start[n_experts]] the row of x that each row of y is of; NULL: that of the same number */

@@ -36,25 +36,25 @@ INLINE void decode256(const void *src, float *dst, int groups, bool minima, int 
   }
 }
 
-#define DECODER_256(name, groups, minima)                                                   \
-  void m3_avx2_##name(const void *src, float *dst, int64_t n) {                             \
-    const m3_block_##name *b = src;                                                         \
-    for (; n > 0; n -= M3_SUPERBLOCK, dst += M3_SUPERBLOCK, b++)                            \
-      decode256(b, dst, groups, minima, zero_##name, codes_##name, scales_##name);          \
+#define DECODER_256(name, groups, minima)                                          \
+  void m3_avx2_##name(const void *src, float *dst, int64_t n) {                    \
+    const m3_block_##name *b = src;                                                \
+    for (; n > 0; n -= M3_SUPERBLOCK, dst += M3_SUPERBLOCK, b++)                   \
+      decode256(b, dst, groups, minima, zero_##name, codes_##name, scales_##name); \
   }
 
 /* Blocks of 32: 8 at a time, the last few by way of a copy. */
-#define DECODER_32(name, minima)                                                            \
-  void m3_avx2_##name(const void *src, float *dst, int64_t n) {                             \
-    const m3_block_##name *b = src;                                                         \
-    for (; n >= M3_SUPERBLOCK; n -= M3_SUPERBLOCK, dst += M3_SUPERBLOCK, b += 8)            \
-      decode256(b, dst, 8, minima, zero_##name, codes_##name, scales_##name);               \
-    if (n <= 0) return;                                                                     \
-    m3_block_##name rest[8] = {0};                                                          \
-    float values[M3_SUPERBLOCK];                                                            \
-    memcpy(rest, b, (size_t)(n / M3_BLOCK) * sizeof *b);                                    \
-    decode256(rest, values, 8, minima, zero_##name, codes_##name, scales_##name);           \
-    memcpy(dst, values, (size_t)n * sizeof *dst);                                           \
+#define DECODER_32(name, minima)                                                  \
+  void m3_avx2_##name(const void *src, float *dst, int64_t n) {                   \
+    const m3_block_##name *b = src;                                               \
+    for (; n >= M3_SUPERBLOCK; n -= M3_SUPERBLOCK, dst += M3_SUPERBLOCK, b += 8)  \
+      decode256(b, dst, 8, minima, zero_##name, codes_##name, scales_##name);     \
+    if (n <= 0) return;                                                           \
+    m3_block_##name rest[8] = {0};                                                \
+    float values[M3_SUPERBLOCK];                                                  \
+    memcpy(rest, b, (size_t)(n / M3_BLOCK) * sizeof *b);                          \
+    decode256(rest, values, 8, minima, zero_##name, codes_##name, scales_##name); \
+    memcpy(dst, values, (size_t)n * sizeof *dst);                                 \
   }
 
 DECODER_32(q4_0, false)

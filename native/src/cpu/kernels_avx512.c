@@ -80,11 +80,11 @@ static void q8_0_to_f32(const void *src, float *dst, int64_t n) {
   }
 }
 
-#define WITH_PRODUCTS(products)                                                                                   \
-  {                                                                                                               \
-    "avx512", dot, dot4, axpy, products, {                                                                        \
-      [M3_TYPE_F16] = f16_to_f32, [M3_TYPE_BF16] = bf16_to_f32, [M3_TYPE_Q8_0] = q8_0_to_f32, M3_AVX2_DECODERS    \
-    }                                                                                                             \
+#define WITH_PRODUCTS(products)                                                                                \
+  {                                                                                                            \
+    "avx512", dot, dot4, axpy, products, {                                                                     \
+      [M3_TYPE_F16] = f16_to_f32, [M3_TYPE_BF16] = bf16_to_f32, [M3_TYPE_Q8_0] = q8_0_to_f32, M3_AVX2_DECODERS \
+    }                                                                                                          \
   }
 
 const m3_kernels m3_kernels_avx512 = WITH_PRODUCTS(&m3_products_avx512);

@@ -74,7 +74,12 @@ static void q8_0_to_f32(const void *src, float *dst, int64_t n) {
 }
 
 const m3_kernels m3_kernels_neon = {
-    "neon", dot, dot4, axpy, &m3_products_neon, {[M3_TYPE_F16] = f16_to_f32, [M3_TYPE_BF16] = bf16_to_f32, [M3_TYPE_Q8_0] = q8_0_to_f32},
+    "neon",
+    dot,
+    dot4,
+    axpy,
+    &m3_products_neon,
+    {[M3_TYPE_F16] = f16_to_f32, [M3_TYPE_BF16] = bf16_to_f32, [M3_TYPE_Q8_0] = q8_0_to_f32},
 };
 #else
 typedef int m3_no_neon;

@@ -114,9 +114,7 @@ typedef struct pieces {
   int32_t active[M3_MAX_EXPERTS];
 } pieces;
 
-static int64_t tiles_of(const m3_factor *f) {
-  return (f->weight->tensor->ne[1] + M3_TILE_ROWS - 1) / M3_TILE_ROWS;
-}
+static int64_t tiles_of(const m3_factor *f) { return (f->weight->tensor->ne[1] + M3_TILE_ROWS - 1) / M3_TILE_ROWS; }
 
 static void list_pieces(const m3_matmul_params *p, pieces *out) {
   out->of_expert = out->n_active = 0;

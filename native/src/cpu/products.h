@@ -65,9 +65,19 @@ typedef struct m3_products {
   /* Rounds n elements, a multiple of 32, to m3_activation_bytes(n) at out. */
   void (*round)(const float *x, int64_t n, void *out);
   void (*multiply)(const m3_tile_product *p);
-  m3_unpacker unpack[M3_TYPE_MXFP4 + 1];        /* by type; NULL: m3_unpack */
+  m3_unpacker unpack[M3_TYPE_MXFP4 + 1];         /* by type; NULL: m3_unpack */
   m3_row_product row_product[M3_TYPE_MXFP4 + 1]; /* by type; NULL: unpack and multiply */
 } m3_products;
+
+/* A table by type of PLACE(q4_0), PLACE(q4_1) and so on. */
+#define M3_BY_BLOCK_TYPE(PLACE)                                                                            \
+  {[M3_TYPE_Q4_0] = PLACE(q4_0),     [M3_TYPE_Q4_1] = PLACE(q4_1),       [M3_TYPE_Q5_0] = PLACE(q5_0),     \
+   [M3_TYPE_Q5_1] = PLACE(q5_1),     [M3_TYPE_Q8_0] = PLACE(q8_0),       [M3_TYPE_IQ4_NL] = PLACE(iq4_nl), \
+   [M3_TYPE_MXFP4] = PLACE(mxfp4),   [M3_TYPE_Q2_K] = PLACE(q2_k),       [M3_TYPE_Q3_K] = PLACE(q3_k),     \
+   [M3_TYPE_Q4_K] = PLACE(q4_k),     [M3_TYPE_Q5_K] = PLACE(q5_k),       [M3_TYPE_Q6_K] = PLACE(q6_k),     \
+   [M3_TYPE_IQ4_XS] = PLACE(iq4_xs), [M3_TYPE_IQ2_XXS] = PLACE(iq2_xxs), [M3_TYPE_IQ2_XS] = PLACE(iq2_xs), \
+   [M3_TYPE_IQ2_S] = PLACE(iq2_s),   [M3_TYPE_IQ3_XXS] = PLACE(iq3_xxs), [M3_TYPE_IQ3_S] = PLACE(iq3_s),   \
+   [M3_TYPE_IQ1_S] = PLACE(iq1_s),   [M3_TYPE_IQ1_M] = PLACE(iq1_m)}
 
 extern const m3_products m3_products_scalar;
 #if defined(__x86_64__)

@@ -45,7 +45,7 @@ enum { MOST_BYTES_256 = 272 /* of 256 elements; Q8_0 */ };
 
 /* Eight rows of weights. */
 typedef struct panel {
-  const char *row[PANEL];            /* 256 elements of each from the current column on */
+  const char *row[PANEL];           /* 256 elements of each from the current column on */
   char rest[PANEL][MOST_BYTES_256]; /* of the last column of rows that end within 256 elements: zeros behind the end */
 } panel;
 
@@ -103,8 +103,8 @@ INLINE __m256 add_scaled(__m256 acc, __m256i sum, __m256 weight_scale, __m256 sc
 }
 
 /* 256 columns of eight rows, added to the sums of the rows. */
-INLINE __m256 multiply_panel(const format *f, const panel *p, int64_t row_bytes, const m3_activations *a, int64_t column,
-                             __m256 acc) {
+INLINE __m256 multiply_panel(const format *f, const panel *p, int64_t row_bytes, const m3_activations *a,
+                             int64_t column, __m256 acc) {
   __m256i sums[8][PANEL];
   const __m256i *x = (const __m256i *)(const void *)(a->q + column);
   for (int j = 0; j < PANEL; j++) {
@@ -186,8 +186,7 @@ INLINE void unpack_panel(const format f, const m3_weight_rows *w, int64_t first,
     for (int64_t k = 0; k < 2 * groups; k++) {
       __m256 pairs[8];
       transpose8((const float *)(const void *)v[k], 8, pairs);
-      for (int p = 0; p < 8; p++)
-        _mm256_store_ps((float *)(void *)out->q[column / 2 + 8 * k + p][first], pairs[p]);
+      for (int p = 0; p < 8; p++) _mm256_store_ps((float *)(void *)out->q[column / 2 + 8 * k + p][first], pairs[p]);
     }
     __m256 s[16], m[16];
     scales_of_panel(&f, &rows, s, m);
@@ -328,8 +327,7 @@ static void round_group(const float *from, int64_t g, const m3_activations *out)
   }
   __m256i i[4], natural[2];
   for (int k = 0; k < 4; k++) i[k] = _mm256_cvtps_epi32(_mm256_mul_ps(x[k], _mm256_set1_ps(inverse)));
-  for (int k = 0; k < 2; k++)
-    natural[k] = _mm256_permute4x64_epi64(_mm256_packs_epi32(i[2 * k], i[2 * k + 1]), 0xd8);
+  for (int k = 0; k < 2; k++) natural[k] = _mm256_permute4x64_epi64(_mm256_packs_epi32(i[2 * k], i[2 * k + 1]), 0xd8);
   const __m256i low = _mm256_set1_epi32(0xffff);
   __m256i even = _mm256_packus_epi32(_mm256_and_si256(natural[0], low), _mm256_and_si256(natural[1], low));
   __m256i odd = _mm256_packus_epi32(_mm256_srli_epi32(natural[0], 16), _mm256_srli_epi32(natural[1], 16));
@@ -359,7 +357,7 @@ static void round_row(const float *x, int64_t n, void *out) {
 
 /* ------------------------------------------------------------------------------------------------ types */
 
-#define FORMAT(name, blocks, groups, minima, panel)                                                               \
+#define FORMAT(name, blocks, groups, minima, panel)                                                                 \
   ((format){(blocks) * sizeof(m3_block_##name), sizeof(m3_block_##name), groups, minima, zero_##name, codes_##name, \
             scales_##name, panel})
 #define TYPE(name, blocks, groups, minima, panel)                                  \
@@ -391,19 +389,13 @@ TYPE(iq3_s, 1, 8, false, NULL)
 TYPE(iq1_s, 1, 8, false, NULL)
 TYPE(iq1_m, 1, 16, false, NULL)
 
-/* Places of a table by type. */
-#define BY_TYPE(prefix)                                                                                                \
-  {[M3_TYPE_Q4_0] = prefix##q4_0,       [M3_TYPE_Q4_1] = prefix##q4_1,       [M3_TYPE_Q5_0] = prefix##q5_0,            \
-   [M3_TYPE_Q5_1] = prefix##q5_1,       [M3_TYPE_Q8_0] = prefix##q8_0,       [M3_TYPE_IQ4_NL] = prefix##iq4_nl,        \
-   [M3_TYPE_MXFP4] = prefix##mxfp4,     [M3_TYPE_Q2_K] = prefix##q2_k,       [M3_TYPE_Q3_K] = prefix##q3_k,            \
-   [M3_TYPE_Q4_K] = prefix##q4_k,       [M3_TYPE_Q5_K] = prefix##q5_k,       [M3_TYPE_Q6_K] = prefix##q6_k,            \
-   [M3_TYPE_IQ4_XS] = prefix##iq4_xs,   [M3_TYPE_IQ2_XXS] = prefix##iq2_xxs, [M3_TYPE_IQ2_XS] = prefix##iq2_xs,        \
-   [M3_TYPE_IQ2_S] = prefix##iq2_s,     [M3_TYPE_IQ3_XXS] = prefix##iq3_xxs, [M3_TYPE_IQ3_S] = prefix##iq3_s,          \
-   [M3_TYPE_IQ1_S] = prefix##iq1_s,     [M3_TYPE_IQ1_M] = prefix##iq1_m}
-
-const m3_products m3_products_avx2 = {round_row, multiply, BY_TYPE(unpack_), BY_TYPE(product_)};
-const m3_products m3_products_avx512 = {round_row, m3_multiply_avx512, BY_TYPE(unpack_), BY_TYPE(product_)};
-const m3_products m3_products_avx512_vnni = {round_row, m3_multiply_avx512_vnni, BY_TYPE(unpack_), BY_TYPE(product_)};
+#define PRODUCT(name) product_##name
+#define UNPACK(name) unpack_##name
+const m3_products m3_products_avx2 = {round_row, multiply, M3_BY_BLOCK_TYPE(UNPACK), M3_BY_BLOCK_TYPE(PRODUCT)};
+const m3_products m3_products_avx512 = {round_row, m3_multiply_avx512, M3_BY_BLOCK_TYPE(UNPACK),
+                                        M3_BY_BLOCK_TYPE(PRODUCT)};
+const m3_products m3_products_avx512_vnni = {round_row, m3_multiply_avx512_vnni, M3_BY_BLOCK_TYPE(UNPACK),
+                                             M3_BY_BLOCK_TYPE(PRODUCT)};
 #else
 typedef int m3_no_avx2_products;
 #endif

@@ -14,19 +14,19 @@
 enum { X_ROWS = 4, QUARTERS = M3_TILE_ROWS / 4 };
 
 /* Adds one element of 16 rows, of which the first eight are in a and the rest in b. */
-#define ADD_ELEMENT(a, b, lane)                                             \
-  _Pragma("GCC unroll 4") for (int r = 0; r < n; r++) {                     \
-    sum[r][0] = vmlal_laneq_s16(sum[r][0], vget_low_s16(a), v[r], lane);    \
-    sum[r][1] = vmlal_high_laneq_s16(sum[r][1], a, v[r], lane);             \
-    sum[r][2] = vmlal_laneq_s16(sum[r][2], vget_low_s16(b), v[r], lane);    \
-    sum[r][3] = vmlal_high_laneq_s16(sum[r][3], b, v[r], lane);             \
+#define ADD_ELEMENT(a, b, lane)                                          \
+  _Pragma("GCC unroll 4") for (int r = 0; r < n; r++) {                  \
+    sum[r][0] = vmlal_laneq_s16(sum[r][0], vget_low_s16(a), v[r], lane); \
+    sum[r][1] = vmlal_high_laneq_s16(sum[r][1], a, v[r], lane);          \
+    sum[r][2] = vmlal_laneq_s16(sum[r][2], vget_low_s16(b), v[r], lane); \
+    sum[r][3] = vmlal_high_laneq_s16(sum[r][3], b, v[r], lane);          \
   }
 
-#define ADD_PAIR(pair, lane)                                                                  \
-  do {                                                                                        \
-    int16x8x2_t low = vld2q_s16(t->q[pair][0]), high = vld2q_s16(t->q[pair][8]);              \
-    ADD_ELEMENT(low.val[0], high.val[0], lane)                                                \
-    ADD_ELEMENT(low.val[1], high.val[1], (lane) + 1)                                          \
+#define ADD_PAIR(pair, lane)                                                     \
+  do {                                                                           \
+    int16x8x2_t low = vld2q_s16(t->q[pair][0]), high = vld2q_s16(t->q[pair][8]); \
+    ADD_ELEMENT(low.val[0], high.val[0], lane)                                   \
+    ADD_ELEMENT(low.val[1], high.val[1], (lane) + 1)                             \
   } while (0)
 
 /* Adds four pairs from pair `pair` of the tile to the sums of n rows of x. */
@@ -156,8 +156,7 @@ static void row_product(const m3_weight_rows *w, const void *x, float *out) {
 
 static void round_group(const float *from, int64_t g, const m3_activations *out) {
   uint32x4_t largest = vdupq_n_u32(0); /* bits order magnitudes, and NaN above infinity above numbers */
-  for (int k = 0; k < 8; k++)
-    largest = vmaxq_u32(largest, vreinterpretq_u32_f32(vabsq_f32(vld1q_f32(from + 4 * k))));
+  for (int k = 0; k < 8; k++) largest = vmaxq_u32(largest, vreinterpretq_u32_f32(vabsq_f32(vld1q_f32(from + 4 * k))));
   uint32_t bits = vmaxvq_u32(largest);
   float max;
   memcpy(&max, &bits, 4);
@@ -188,10 +187,12 @@ static void round_row(const float *x, int64_t n, void *out) {
 }
 
 /* One function for all types: they differ in what reads their integers. */
+#define ROW_PRODUCT(name) row_product
+
 const m3_products m3_products_neon = {
     .round = round_row,
     .multiply = multiply,
-    .row_product = {[0 ... M3_TYPE_MXFP4] = row_product},
+    .row_product = M3_BY_BLOCK_TYPE(ROW_PRODUCT),
 };
 #else
 typedef int m3_no_neon_products;

@@ -1,10 +1,9 @@
-/* unpack_avx2.h - the integers of every block type with AVX2, 256 elements of a row at a time: a superblock, or 8 blocks
- * of 32. For each type
- *     codes_T(src, i, v)    elements 64 i to 64 i + 63 plus zero_T as 16-bit lanes: v[0] the even ones of the first 32,
- *                           v[1] the odd ones, v[2] and v[3] likewise of the second 32
- *     scales_T(src, s, m)   scales of the 8 or 16 groups, and minima where the type has them
- * as codes.h defines them, to the bit. i is constant where they are inlined. zero_T makes lanes of types without signs
- * positive, which is cheaper; whoever uses them takes it away again. */
+/* unpack_avx2.h - the integers of every block type with AVX2, 256 elements of a row at a time: a superblock, or 8
+ * blocks of 32. For each type codes_T(src, i, v)    elements 64 i to 64 i + 63 plus zero_T as 16-bit lanes: v[0] the
+ * even ones of the first 32, v[1] the odd ones, v[2] and v[3] likewise of the second 32 scales_T(src, s, m)   scales of
+ * the 8 or 16 groups, and minima where the type has them as codes.h defines them, to the bit. i is constant where they
+ * are inlined. zero_T makes lanes of types without signs positive, which is cheaper; whoever uses them takes it away
+ * again. */
 #ifndef M3_SRC_CPU_UNPACK_AVX2_H
 #define M3_SRC_CPU_UNPACK_AVX2_H
 
@@ -62,8 +61,8 @@ INLINE __m256i nibbles(const uint8_t *p) {
 
 /* Byte j is 0xff where bit j of `bits` is set. */
 INLINE __m256i spread(uint32_t bits) {
-  const __m256i from = _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3,
-                                        3, 3, 3, 3, 3);
+  const __m256i from =
+      _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3);
   const __m256i bit = _mm256_set1_epi64x((int64_t)0x8040201008040201u);
   __m256i all = _mm256_shuffle_epi8(_mm256_set1_epi32((int)bits), from);
   return _mm256_cmpeq_epi8(_mm256_and_si256(all, bit), bit);
@@ -141,20 +140,20 @@ INLINE __m256 halves_of_rows(const char *const *rows, size_t offset) {
 
 /* ------------------------------------------------------------------------------------------------ blocks of 32 */
 
-#define CODES_32(type, split)                                    \
-  INLINE void codes_##type(const void *src, int i, __m256i *v) { \
-    const m3_block_##type *b = (const m3_block_##type *)src + 2 * i; \
+#define CODES_32(type, split)                                               \
+  INLINE void codes_##type(const void *src, int i, __m256i *v) {            \
+    const m3_block_##type *b = (const m3_block_##type *)src + 2 * i;        \
     _Pragma("GCC unroll 2") for (int k = 0; k < 2; k++, b++, v += 2) split; \
   }
 
-#define PANEL_32(type, minima)                                                          \
-  INLINE void panel_##type(const char *const *rows, __m256 *s, __m256 *m) {             \
-    for (size_t g = 0; g < 8; g++) {                                                    \
-      s[g] = halves_of_rows(rows, g * sizeof(m3_block_##type));                         \
-      if (!(minima)) continue;                                                          \
-      __m256 min = halves_of_rows(rows, g * sizeof(m3_block_##type) + 2);               \
-      m[g] = _mm256_xor_ps(min, _mm256_set1_ps(-0.0f));                                 \
-    }                                                                                   \
+#define PANEL_32(type, minima)                                              \
+  INLINE void panel_##type(const char *const *rows, __m256 *s, __m256 *m) { \
+    for (size_t g = 0; g < 8; g++) {                                        \
+      s[g] = halves_of_rows(rows, g * sizeof(m3_block_##type));             \
+      if (!(minima)) continue;                                              \
+      __m256 min = halves_of_rows(rows, g * sizeof(m3_block_##type) + 2);   \
+      m[g] = _mm256_xor_ps(min, _mm256_set1_ps(-0.0f));                     \
+    }                                                                       \
   }
 
 #define SCALES_32(type)                                            \
@@ -163,10 +162,10 @@ INLINE __m256 halves_of_rows(const char *const *rows, size_t offset) {
     _mm256_storeu_ps(s, halves(src, sizeof(m3_block_##type), 0));  \
   }
 
-#define SCALES_AND_MINIMA_32(type)                                                                          \
-  INLINE void scales_##type(const void *src, float *s, float *m) {                                          \
-    _mm256_storeu_ps(s, halves(src, sizeof(m3_block_##type), 0));                                           \
-    _mm256_storeu_ps(m, _mm256_xor_ps(halves(src, sizeof(m3_block_##type), 2), _mm256_set1_ps(-0.0f)));     \
+#define SCALES_AND_MINIMA_32(type)                                                                      \
+  INLINE void scales_##type(const void *src, float *s, float *m) {                                      \
+    _mm256_storeu_ps(s, halves(src, sizeof(m3_block_##type), 0));                                       \
+    _mm256_storeu_ps(m, _mm256_xor_ps(halves(src, sizeof(m3_block_##type), 2), _mm256_set1_ps(-0.0f))); \
   }
 
 INLINE __m256i fives(const uint8_t *q, const uint8_t *qh) {
@@ -238,8 +237,7 @@ INLINE void scales_q3_k(const void *src, float *s, float *m) {
   (void)m;
   uint32_t low[2] = {word32(b->scales), word32(b->scales + 4)}, high = word32(b->scales + 8);
   uint32_t w[4];
-  for (int k = 0; k < 4; k++)
-    w[k] = (low[k % 2] >> 4 * (k / 2) & 0x0f0f0f0f) | (high >> 2 * k & 0x03030303) << 4;
+  for (int k = 0; k < 4; k++) w[k] = (low[k % 2] >> 4 * (k / 2) & 0x0f0f0f0f) | (high >> 2 * k & 0x03030303) << 4;
   __m128i i = _mm_setr_epi32((int)w[0], (int)w[1], (int)w[2], (int)w[3]);
   scaled16(s, half8(b->d), _mm_sub_epi8(i, _mm_set1_epi8(32)));
 }

@@ -97,8 +97,9 @@ INLINE void codes_iq2_s(const void *src, int i, __m256i *v) {
   for (int k = 0; k < 2; k++) {
     const uint8_t *q = b->q + 8 * i + 4 * k;
     unsigned h = b->qh[2 * i + k];
-    __m256i grid = runs_of_8(word64(m3_iq2_s_grid[q[0] | (h & 3) << 8]), word64(m3_iq2_s_grid[q[1] | (h >> 2 & 3) << 8]),
-                             word64(m3_iq2_s_grid[q[2] | (h >> 4 & 3) << 8]), word64(m3_iq2_s_grid[q[3] | (h >> 6) << 8]));
+    __m256i grid =
+        runs_of_8(word64(m3_iq2_s_grid[q[0] | (h & 3) << 8]), word64(m3_iq2_s_grid[q[1] | (h >> 2 & 3) << 8]),
+                  word64(m3_iq2_s_grid[q[2] | (h >> 4 & 3) << 8]), word64(m3_iq2_s_grid[q[3] | (h >> 6) << 8]));
     split_signs(grid, spread(word32(b->signs + 8 * i + 4 * k)), v + 2 * k);
   }
 }
@@ -162,8 +163,9 @@ INLINE void codes_iq1_s(const void *src, int i, __m256i *v) {
     int g = 2 * i + k;
     const uint8_t *q = b->q + 4 * g;
     unsigned h = b->qh[g];
-    __m256i grid = runs_of_8(word64(m3_iq1_grid[q[0] | (h & 7) << 8]), word64(m3_iq1_grid[q[1] | (h >> 3 & 7) << 8]),
-                             word64(m3_iq1_grid[q[2] | (h >> 6 & 7) << 8]), word64(m3_iq1_grid[q[3] | (h >> 9 & 7) << 8]));
+    __m256i grid =
+        runs_of_8(word64(m3_iq1_grid[q[0] | (h & 7) << 8]), word64(m3_iq1_grid[q[1] | (h >> 3 & 7) << 8]),
+                  word64(m3_iq1_grid[q[2] | (h >> 6 & 7) << 8]), word64(m3_iq1_grid[q[3] | (h >> 9 & 7) << 8]));
     split_ternary(grid, bytes_of(-(int)(h >> 15)), v + 2 * k);
   }
 }
@@ -187,8 +189,9 @@ INLINE void codes_iq1_m(const void *src, int i, __m256i *v) {
   for (int k = 0; k < 2; k++) {
     const uint8_t *q = b->q + 8 * i + 4 * k;
     unsigned h = b->qh[4 * i + 2 * k] | (unsigned)b->qh[4 * i + 2 * k + 1] << 8;
-    __m256i grid = runs_of_8(word64(m3_iq1_grid[q[0] | (h & 7) << 8]), word64(m3_iq1_grid[q[1] | (h >> 4 & 7) << 8]),
-                             word64(m3_iq1_grid[q[2] | (h >> 8 & 7) << 8]), word64(m3_iq1_grid[q[3] | (h >> 12 & 7) << 8]));
+    __m256i grid =
+        runs_of_8(word64(m3_iq1_grid[q[0] | (h & 7) << 8]), word64(m3_iq1_grid[q[1] | (h >> 4 & 7) << 8]),
+                  word64(m3_iq1_grid[q[2] | (h >> 8 & 7) << 8]), word64(m3_iq1_grid[q[3] | (h >> 12 & 7) << 8]));
     const __m256i bit = runs_of_8(1u << 3, 1u << 7, 1u << 11, 1u << 15);
     __m256i negative = _mm256_cmpeq_epi64(_mm256_and_si256(_mm256_set1_epi64x(h), bit), bit);
     split_ternary(grid, negative, v + 2 * k);

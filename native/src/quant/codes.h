@@ -1,6 +1,6 @@
-/* codes.h - every block type as small integers: the elements of a group share a scale and, in some types, a minimum, and
- * value = (scale * q) - min, float32 operations in this order, none fused. The formulas of blocks.h come to this, to the
- * bit; where they have a sign, q has it, and IQ1's 0.125 is in the scale. */
+/* codes.h - every block type as small integers: the elements of a group share a scale and, in some types, a minimum,
+ * and value = (scale * q) - min, float32 operations in this order, none fused. The formulas of blocks.h come to this,
+ * to the bit; where they have a sign, q has it, and IQ1's 0.125 is in the scale. */
 #ifndef M3_SRC_QUANT_CODES_H
 #define M3_SRC_QUANT_CODES_H
 

@@ -6,7 +6,7 @@
 #include "quant/half.h"
 #include "quant/scales.h"
 
-#define EACH_BLOCK(type, groups)                                                                                  \
+#define EACH_BLOCK(type, groups) \
   for (const type *b = src; n > 0; n -= M3_SUPERBLOCK, q += M3_SUPERBLOCK, scale += (groups), min += (groups), b++)
 
 /* A run of n (4 or 8) magnitudes, negative where the bit is set. */
@@ -67,8 +67,8 @@ static void iq3_s(const void *src, int8_t *q, float *scale, float *min, int64_t 
     float d = m3_f16_to_f32(b->d);
     for (int g = 0; g < 8; g++) scale[g] = d * (float)(1 + 2 * m3_nibble(b->scales, g));
     for (int r = 0; r < 64; r++)
-      signed_run(q + 4 * r, m3_iq3_s_grid[b->q[r] | (b->qh[r / 8] >> r % 8 & 1) << 8],
-                 (unsigned)m3_nibble(b->signs, r), 4);
+      signed_run(q + 4 * r, m3_iq3_s_grid[b->q[r] | (b->qh[r / 8] >> r % 8 & 1) << 8], (unsigned)m3_nibble(b->signs, r),
+                 4);
   }
 }
 

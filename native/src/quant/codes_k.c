@@ -6,7 +6,7 @@
 #include "quant/half.h"
 #include "quant/scales.h"
 
-#define EACH_BLOCK(type, groups)                                                                                  \
+#define EACH_BLOCK(type, groups) \
   for (const type *b = src; n > 0; n -= M3_SUPERBLOCK, q += M3_SUPERBLOCK, scale += (groups), min += (groups), b++)
 
 /* Two bits of 16 elements of Q2_K and Q3_K. */
@@ -73,8 +73,7 @@ static void q6_k(const void *src, int8_t *q, float *scale, float *min, int64_t n
     for (int g = 0; g < 16; g++) {
       const uint8_t *ql = b->ql + 64 * (g / 8) + 16 * (g % 4), *qh = b->qh + 32 * (g / 8) + 16 * (g % 2);
       int low = 4 * (g / 4 % 2), high = 2 * (g / 2 % 4);
-      for (int j = 0; j < 16; j++)
-        q[16 * g + j] = (int8_t)(((ql[j] >> low & 15) | (qh[j] >> high & 3) << 4) - 32);
+      for (int j = 0; j < 16; j++) q[16 * g + j] = (int8_t)(((ql[j] >> low & 15) | (qh[j] >> high & 3) << 4) - 32);
       scale[g] = d * (float)b->scales[g];
     }
   }

@@ -26,8 +26,7 @@ static inline void look_up(const int8_t table[16], int8_t q[32]) {
   for (int j = 0; j < 32; j++) q[j] = table[q[j]];
 }
 
-#define EACH_BLOCK(type) \
-  for (const type *b = src; n > 0; n -= M3_BLOCK, q += M3_BLOCK, scale++, min++, b++)
+#define EACH_BLOCK(type) for (const type *b = src; n > 0; n -= M3_BLOCK, q += M3_BLOCK, scale++, min++, b++)
 
 static void q4_0(const void *src, int8_t *q, float *scale, float *min, int64_t n) {
   EACH_BLOCK(m3_block_q4_0) {
