@@ -30,10 +30,11 @@ C_TESTS := $(patsubst tests/native/%.c,%,$(wildcard tests/native/test_*.c))
 C_TEST_HEADERS := $(wildcard tests/native/*.h)
 
 ifeq ($(shell uname -m),x86_64)
-%/cpu/kernels_avx2.o %/cpu/decode_avx2.o: ISA := -mavx2 -mfma -mf16c
+%/cpu/kernels_avx2.o %/cpu/decode_avx2.o %/cpu/products_avx2.o: ISA := -mavx2 -mfma -mf16c
 %/quant/codebook_search_avx2.o: ISA := -mavx2
 %/quant/scale_search_avx2.o %/quant/rounding_avx2.o: ISA := -mavx2 -mf16c
-%/cpu/kernels_avx512.o: ISA := -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c
+%/cpu/kernels_avx512.o %/cpu/products_avx512.o: ISA := -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c
+%/cpu/products_avx512_vnni.o: ISA := -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mfma -mf16c
 endif
 %/version.o: ISA := -DM3_VERSION_STRING='"$(VERSION)"'
 
@@ -77,6 +78,7 @@ endif
 	@echo "MAKE $@"
 	$(Q)$(GGUF_PYTHON) $< $@
 
+build/release/cpu/products_avx512_vnni.o build/asan/cpu/products_avx512_vnni.o: native/src/cpu/products_avx512.c
 build/release/quant/scale_search_avx2.o build/asan/quant/scale_search_avx2.o: native/src/quant/scale_search.c
 build/release/quant/codebook_search_avx2.o build/asan/quant/codebook_search_avx2.o: native/src/quant/codebook_search.c
 

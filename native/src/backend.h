@@ -43,13 +43,14 @@ typedef struct m3_scratch {
   float *index_k;    /* [chunk, index_dim] */
   float *attended;   /* [chunk, n_head * head_dim] */
   float *gate, *up;  /* [max of chunk * n_ff, chunk * n_ff_shared, chunk * n_expert_used * n_ff_expert] */
-  float *expert_in;  /* [chunk * n_expert_used, n_embd] rows grouped by expert */
+  float *expert_in;  /* [chunk * n_expert_used, n_embd] inputs of experts, if summed; sums of their outputs */
   float *expert_out; /* [chunk * n_expert_used, n_embd] */
   float *logits;     /* [chunk, n_expert] of the router */
   int32_t *experts;  /* [chunk, n_expert_used] ascending ids */
   float *weights;    /* [chunk, n_expert_used] */
   int32_t *blocks;   /* [chunk, n_index_head, top_k] */
-  int32_t *grouping; /* [n_expert + 1 + chunk * n_expert_used] work of the experts operation */
+  int32_t *grouping; /* [n_expert + 1 + 2 * chunk * n_expert_used] work of the experts operation */
+  void *rounded;     /* input_bytes of the backend: the input of matrix products in the form that it multiplies */
   float *thread;     /* [n_threads, thread_floats] */
   int64_t thread_floats;
   int32_t n_threads;
@@ -179,6 +180,9 @@ typedef struct m3_backend {
 
   /* Floats of the per-thread buffer that the operations need, for sequences of at most max_blocks blocks. */
   int64_t (*thread_floats)(const m3_hparams *hparams, int64_t max_blocks);
+
+  /* Bytes of the scratch's `rounded` for chunks of so many rows. */
+  int64_t (*input_bytes)(const m3_hparams *hparams, int64_t rows);
 
   void (*embed)(const m3_context *c, const m3_embed_params *p);
   void (*prepare)(const m3_context *c, const m3_prepare_params *p);

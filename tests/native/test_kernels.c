@@ -37,12 +37,12 @@ static void check_sums(const m3_kernels *k, int64_t n, uint64_t *seed) {
  * written. */
 static void check_dots(const m3_kernels *k, int64_t n, uint64_t *seed) {
   enum { MOST = 20, STRIDE = 24 };
-  static float rows[MOST * 520], x[MOST * 520], out[MOST * STRIDE], partial[MOST * MOST * M3_LANES];
+  static float rows[MOST * 520], x[MOST * 520], out[MOST * STRIDE], partial[MOST * MOST * M3_DOT_LANES];
   fill(rows, MOST * (n + 3), seed);
   fill(x, MOST * (n + 5), seed);
   for (int64_t n_x = 1; n_x <= MOST; n_x++)
     for (int64_t n_rows = 1; n_rows <= MOST; n_rows += n_rows < 9 ? 1 : 4)
-      for (int64_t piece = n; piece > 0; piece = piece == n && n > M3_LANES ? M3_LANES : 0) {
+      for (int64_t piece = n; piece > 0; piece = piece == n && n > M3_DOT_LANES ? M3_DOT_LANES : 0) {
         for (int i = 0; i < MOST * STRIDE; i++) out[i] = 12345.0f;
         m3_dots d = {.row_stride = n + 3,
                      .n_rows = n_rows,

@@ -23,6 +23,11 @@ static int64_t thread_floats(const m3_hparams *h, int64_t max_blocks) {
   return (floats + 15) & ~(int64_t)15; /* whole cache lines, so that threads do not share one */
 }
 
+static int64_t input_bytes(const m3_hparams *h, int64_t rows) {
+  int64_t widest = max2(max2(h->n_embd, (int64_t)h->n_head * h->head_dim), max2(h->n_ff, h->n_ff_shared));
+  return max2(rows * m3_activation_bytes(widest), rows * h->n_expert_used * m3_activation_bytes(h->n_ff_expert));
+}
+
 const m3_backend m3_cpu_backend = {
     .name = "cpu",
     .alloc = cpu_alloc,
@@ -34,6 +39,7 @@ const m3_backend m3_cpu_backend = {
     .page_poison = page_poison,
     .low_bit_page_bytes = m3_low_bit_page_bytes,
     .thread_floats = thread_floats,
+    .input_bytes = input_bytes,
     .embed = m3_cpu_embed,
     .prepare = m3_cpu_prepare,
     .select = m3_cpu_select,

@@ -17,16 +17,26 @@ static inline int32_t m3_threads_for(const m3_context *c, int64_t work) {
   return work < 65536 ? 1 : c->scratch->n_threads;
 }
 
-/* y[r * ldy + j] = x[r] . w[j] for r < n, j < rows of the weight; x is [n, columns of the weight], contiguous.
- * `expert` picks a matrix of a stacked weight, 0 for a plain one. With `add` the product is added to y. */
-typedef struct m3_matmul_params {
+/* A weight with where its product goes: y[r * ldy + j] = x[r] . w[j], j < rows of the weight. */
+typedef struct m3_factor {
   const m3_weight *weight;
-  int32_t expert;
-  const float *x;
-  int32_t n;
   float *y;
   int64_t ldy;
-  bool add;
+} m3_factor;
+
+/* Products of one input with some weights of the same number of columns. Weights of block types are multiplied with the
+ * input rounded as activations.h says, others in float32. */
+typedef struct m3_matmul_params {
+  const m3_factor *factors;
+  int32_t n_factors;
+  const float *x; /* [n, columns] */
+  int32_t n;
+  /* For stacked weights: rows start[e] to start[e + 1] - 1 of y belong to expert e. NULL: the first matrix and n rows.
+   */
+  const int32_t *start; /* [n_experts + 1] */
+  int32_t n_experts;
+  const int32_t *rows; /* [start[n_experts]] the row of x that each row of y is of; NULL: that of the same number */
+  bool add;            /* to y, else y is written */
 } m3_matmul_params;
 
 void m3_matmul(const m3_context *c, const m3_matmul_params *p);

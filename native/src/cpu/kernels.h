@@ -8,12 +8,13 @@
 
 #include <stdint.h>
 
+#include "cpu/products.h"
 #include "error.h"
 #include "m3.h"
 #include "quant/traits.h"
 
 /* The most lanes that a table sums in. */
-#define M3_LANES 16
+#define M3_DOT_LANES 16
 
 /* out[r * out_stride + j] = dot(rows + j * row_stride, x + r * x_stride, n) for r < n_x, j < n_rows. */
 typedef struct m3_dots {
@@ -24,8 +25,8 @@ typedef struct m3_dots {
   int64_t n;
   float *out; /* written with the last columns only */
   int64_t out_stride;
-  /* For rows that come in pieces of columns: [n_x, n_rows, M3_LANES] partial sums, left by all pieces but the last and
-   * taken up by all but the first. These have a multiple of M3_LANES columns. NULL: the rows are whole. */
+  /* For rows that come in pieces of columns: [n_x, n_rows, M3_DOT_LANES] partial sums, left by all pieces but the last and
+   * taken up by all but the first. These have a multiple of M3_DOT_LANES columns. NULL: the rows are whole. */
   float *partial;
   bool first, last;
   /* Memory that will be read next, or NULL: it is fetched while these are computed. */
@@ -77,6 +78,8 @@ typedef struct m3_kernels {
   float (*exp_sum)(float *x, int64_t n, float shift, float scale);
 
   void (*bounds)(const m3_bounds *p);
+  /* Products with weights of block types. */
+  const m3_products *products;
 
   /* Rows of a storage type to float32 by its number; NULL: the type's own decoder is used. */
   m3_decoder to_f32[M3_TYPE_MXFP4 + 1];
@@ -85,7 +88,7 @@ typedef struct m3_kernels {
 extern const m3_kernels m3_kernels_scalar;
 #if defined(__x86_64__)
 extern const m3_kernels m3_kernels_avx2;
-extern const m3_kernels m3_kernels_avx512;
+extern const m3_kernels m3_kernels_avx512, m3_kernels_avx512_vnni; /* the second with dot product instructions */
 #elif defined(__aarch64__)
 extern const m3_kernels m3_kernels_neon;
 #endif

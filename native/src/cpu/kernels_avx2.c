@@ -139,6 +139,7 @@ const m3_kernels m3_kernels_avx2 = {
     .name = "avx2",
     VECTOR_KERNELS,
     .bounds = bounds,
+    .products = &m3_products_avx2,
     .to_f32 = {[M3_TYPE_F16] = f16_to_f32,
                [M3_TYPE_BF16] = bf16_to_f32,
                [M3_TYPE_Q8_0] = q8_0_to_f32,

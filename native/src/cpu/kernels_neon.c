@@ -105,6 +105,7 @@ const m3_kernels m3_kernels_neon = {
     .name = "neon",
     VECTOR_KERNELS,
     .bounds = bounds,
+    .products = &m3_products_neon,
     .to_f32 = {[M3_TYPE_F16] = f16_to_f32, [M3_TYPE_BF16] = bf16_to_f32, [M3_TYPE_Q8_0] = q8_0_to_f32},
 };
 #else

@@ -30,7 +30,7 @@ static float dot(const float *a, const float *b, int64_t n) {
 static void dots(const m3_dots *p) {
   for (int64_t r = 0; r < p->n_x; r++)
     for (int64_t j = 0; j < p->n_rows; j++) {
-      float sum[LANES] = {0}, *kept = p->partial ? p->partial + (r * p->n_rows + j) * M3_LANES : sum;
+      float sum[LANES] = {0}, *kept = p->partial ? p->partial + (r * p->n_rows + j) * M3_DOT_LANES : sum;
       if (p->partial && !p->first) memcpy(sum, kept, sizeof sum);
       add_products(sum, p->rows + j * p->row_stride, p->x + r * p->x_stride, p->n);
       if (!p->partial || p->last)
@@ -110,4 +110,5 @@ const m3_kernels m3_kernels_scalar = {
     .largest = largest,
     .exp_sum = exp_sum,
     .bounds = bounds,
+    .products = &m3_products_scalar,
 };

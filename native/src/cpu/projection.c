@@ -73,8 +73,20 @@ static void finish_row(const m3_context *c, const m3_prepare_params *p, int32_t 
   m3_low_bit_store(h, p->cache.low_bit, page, slot, stored);
 }
 
-static void project(const m3_context *c, const m3_weight *w, int32_t n, float *y) {
-  m3_matmul(c, &(m3_matmul_params){.weight = w, .x = c->scratch->normed, .n = n, .y = y, .ldy = w->tensor->ne[1]});
+/* q, k, v and, in a sparse layer, index q and k. */
+static void project(const m3_context *c, const m3_prepare_params *p) {
+  const m3_scratch *s = c->scratch;
+  const m3_weight *w = p->layer->w;
+  const struct {
+    m3_role role;
+    float *y;
+  } outputs[] = {
+      {M3_ATTN_Q, s->q}, {M3_ATTN_K, s->k}, {M3_ATTN_V, s->v}, {M3_INDEX_Q, s->index_q}, {M3_INDEX_K, s->index_k}};
+  m3_factor factors[5];
+  int32_t n = p->cache.index ? 5 : 3;
+  for (int32_t i = 0; i < n; i++)
+    factors[i] = (m3_factor){&w[outputs[i].role], outputs[i].y, w[outputs[i].role].tensor->ne[1]};
+  m3_matmul(c, &(m3_matmul_params){.factors = factors, .n_factors = n, .x = s->normed, .n = p->rows->n});
 }
 
 void m3_cpu_prepare(const m3_context *c, const m3_prepare_params *p) {
@@ -87,19 +99,13 @@ void m3_cpu_prepare(const m3_context *c, const m3_prepare_params *p) {
     m3_rms_norm(c, p->hidden + (int64_t)r * h->n_embd, m3_vector(&w[M3_ATTN_NORM]), h->n_embd,
                 s->normed + (int64_t)r * h->n_embd);
   m3_sum_squares(c, M3_INPUT_ATTENTION, 0, s->normed, n);
-  project(c, &w[M3_ATTN_Q], n, s->q);
-  project(c, &w[M3_ATTN_K], n, s->k);
-  project(c, &w[M3_ATTN_V], n, s->v);
-  if (p->cache.index) {
-    project(c, &w[M3_INDEX_Q], n, s->index_q);
-    project(c, &w[M3_INDEX_K], n, s->index_k);
-  }
+  project(c, p);
 #pragma omp parallel for num_threads(m3_threads_for(c, (int64_t)n * h->n_head * h->head_dim)) schedule(static)
   for (int32_t r = 0; r < n; r++) finish_row(c, p, r);
 }
 
 void m3_cpu_output(const m3_context *c, const m3_output_params *p) {
   m3_sum_squares(c, M3_INPUT_ATTENDED, 0, p->x, p->n);
-  m3_matmul(c, &(m3_matmul_params){
-                   .weight = p->weight, .x = p->x, .n = p->n, .y = p->hidden, .ldy = c->hparams->n_embd, .add = true});
+  const m3_factor out = {p->weight, p->hidden, c->hparams->n_embd};
+  m3_matmul(c, &(m3_matmul_params){.factors = &out, .n_factors = 1, .x = p->x, .n = p->n, .add = true});
 }

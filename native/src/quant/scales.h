@@ -3,6 +3,7 @@
 #define M3_SRC_QUANT_SCALES_H
 
 #include "quant/blocks.h"
+#include "quant/half.h"
 
 /* The i-th half byte, low ones first. */
 static inline int m3_nibble(const uint8_t *bytes, int i) { return bytes[i / 2] >> 4 * (i % 2) & 15; }
@@ -10,6 +11,11 @@ static inline int m3_nibble(const uint8_t *bytes, int i) { return bytes[i / 2] >
 /* The 32-bit number at any address. */
 static inline uint32_t m3_word(const uint8_t *b) {
   return (uint32_t)b[0] | (uint32_t)b[1] << 8 | (uint32_t)b[2] << 16 | (uint32_t)b[3] << 24;
+}
+
+/* 2^(e - 128): the exponent field of a normal number, or the one mantissa bit of a subnormal one. */
+static inline float m3_mxfp4_scale(const m3_block_mxfp4 *b) {
+  return m3_float_of(b->e < 2 ? (uint32_t)0x00200000 << b->e : (uint32_t)(b->e - 1) << 23);
 }
 
 /* -32 to 31, g = 0..15. */
