@@ -210,7 +210,7 @@ enum { X_ROWS = 4 };
 /* Adds `count` pairs from pair `pair` of group g to the sums of n rows of x and 16 rows of weights. */
 INLINE void add_pairs(const m3_tile *t, int64_t pair, int count, const int16_t *const *x, int64_t at, int n,
                       __m256i (*sum)[2]) {
-#pragma GCC unroll 1 /* else the compiler orders the sums anew and spills them */
+#pragma GCC unroll 4
   for (int p = 0; p < count; p++) {
     __m256i w0 = _mm256_load_si256((const __m256i *)(const void *)t->q[pair + p][0]);
     __m256i w1 = _mm256_load_si256((const __m256i *)(const void *)t->q[pair + p][8]);
@@ -219,6 +219,8 @@ INLINE void add_pairs(const m3_tile *t, int64_t pair, int count, const int16_t *
       __m256i two = _mm256_set1_epi32((int)word32(x[r] + at + 2 * p));
       sum[r][0] = _mm256_add_epi32(sum[r][0], _mm256_madd_epi16(w0, two));
       sum[r][1] = _mm256_add_epi32(sum[r][1], _mm256_madd_epi16(w1, two));
+      /* Else the compiler orders the sums anew and spills them. */
+      __asm__("" : "+x"(sum[r][0]), "+x"(sum[r][1]));
     }
   }
 }
