@@ -64,7 +64,9 @@ typedef struct engine {
   int32_t threads;
 } engine;
 
-static m3_context context_of(const engine *e, world *w) { return (m3_context){&w->h, e->kernels, &w->scratch, NULL}; }
+static m3_context context_of(const engine *e, world *w) {
+  return (m3_context){.hparams = &w->h, .kernels = e->kernels, .scratch = &w->scratch};
+}
 
 /* ---------------------------------------------------------------------------------------------- definitions */
 
@@ -273,7 +275,7 @@ static int run_rest(const engine *e, world *w, result *r) {
   r[n++] = copy_of(w, "experts", w->hidden, hidden);
   b->shared(&x, &ffn);
   r[n++] = copy_of(w, "shared", w->hidden, hidden);
-  CHECK(b->finite(&x, w->hidden, hidden), "%s: hidden not finite", c->name);
+  CHECK(b->finite(&x, w->hidden, hidden, M3_PART_OUTPUT), "%s: hidden not finite", c->name);
   float *logits = keep(w, (size_t)((int64_t)w->n * c->n_vocab) * sizeof(float));
   b->head(&x, &(m3_head_params){&w->output_norm, &w->head, w->hidden, w->n, logits});
   r[n++] = (result){"head", logits, (int64_t)w->n * c->n_vocab};
@@ -422,13 +424,13 @@ static void check_not_finite(const engine *e) {
     router[7] = bad[i];
     CHECK(!e->backend->router(&x, &ffn), "%s: a router with %g was accepted", e->kernels->name, (double)bad[i]);
     w->hidden[11] = bad[i];
-    CHECK(!e->backend->finite(&x, w->hidden, (int64_t)w->n * c.n_embd), "%s: %g is not finite", e->kernels->name,
-          (double)bad[i]);
+    CHECK(!e->backend->finite(&x, w->hidden, (int64_t)w->n * c.n_embd, M3_PART_OUTPUT), "%s: %g is not finite",
+          e->kernels->name, (double)bad[i]);
     float *gate = (float *)(uintptr_t)w->layer.w[M3_FFN_GATE].data;
     gate[3] = NAN; /* must come through the clamps of SwiGLU */
     w->hidden[11] = 1;
     e->backend->mlp(&x, &ffn);
-    CHECK(!e->backend->finite(&x, w->hidden, (int64_t)w->n * c.n_embd), "%s: NaN was lost in the MLP",
+    CHECK(!e->backend->finite(&x, w->hidden, (int64_t)w->n * c.n_embd, M3_PART_OUTPUT), "%s: NaN was lost in the MLP",
           e->kernels->name);
     free_world(w);
   }
