@@ -73,6 +73,16 @@ static m3_status load_weight(m3_model *m, m3_weight *w, m3_error *err) {
   return status;
 }
 
+/* Refuses what does not fit before the first byte of it is loaded. */
+static m3_status check_room(const m3_model *m, uint64_t bytes, m3_error *err) {
+  uint64_t free_bytes, total_bytes;
+  m3_status status = m->backend->memory(&free_bytes, &total_bytes, err);
+  if (status || bytes <= free_bytes) return status;
+  return m3_fail(err, M3_ERROR_MEMORY,
+                 "not enough memory on %s: weights of %.2f GB are to be loaded, %.2f of %.2f GB are free",
+                 m->device_name, (double)bytes * 1e-9, (double)free_bytes * 1e-9, (double)total_bytes * 1e-9);
+}
+
 m3_status m3_model_load(m3_model *m, int32_t first, int32_t count, m3_error *err) {
   int32_t n_layer = m->hparams.n_layer;
   if (first < 0 || first > n_layer || count < 0 || count > n_layer - first)
@@ -85,7 +95,9 @@ m3_status m3_model_load(m3_model *m, int32_t first, int32_t count, m3_error *err
   pthread_mutex_lock(&l->lock);
   atomic_store(&l->cancel, false);
   atomic_store(&l->done, 0);
-  atomic_store(&l->total, m3_weights_to_load(m, first, count));
+  uint64_t total = m3_weights_to_load(m, first, count);
+  atomic_store(&l->total, total);
+  status = check_room(m, total, err);
   const m3_weight *w;
   for (int64_t i = 0; !status && (w = weight_of(m, first, count, i)); i++)
     if (must_load(w)) status = load_weight(m, (m3_weight *)(uintptr_t)w, err);

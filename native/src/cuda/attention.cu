@@ -1,5 +1,5 @@
-/* Softmax attention over blocks with a running maximum, as the CPU does it: keys in the order of the list, in tiles that
- * depend on nothing but the sizes of the model, so that a row gets the same bits whatever is computed with it. */
+/* Softmax attention over blocks with a running maximum, as the CPU does it: keys in the order of the list, in tiles
+ * that depend on nothing but the sizes of the model, so that a row gets the same bits whatever is computed with it. */
 #include "cuda/state.cuh"
 #include "cuda/tables.cuh"
 
@@ -37,7 +37,8 @@ __device__ static void load_tile(const attention_params &p, const char *base, in
     int32_t row = i / runs, run = i % runs;
     float values[M3_RUN];
     m3_decode_run(TYPE, base + (first + row) * p.row_bytes, run, p.dim, values);
-    for (int32_t j = 0; j < M3_RUN && run * M3_RUN + j < p.dim; j++) tile[row * (p.dim + 1) + run * M3_RUN + j] = values[j];
+    for (int32_t j = 0; j < M3_RUN && run * M3_RUN + j < p.dim; j++)
+      tile[row * (p.dim + 1) + run * M3_RUN + j] = values[j];
   }
 }
 
@@ -168,7 +169,8 @@ void m3_cuda_attend(const m3_context *c, const m3_attend_params *p) {
                         keys,
                         1.0f / sqrtf((float)h->head_dim)};
   dim3 grid((unsigned)p->rows->n, (unsigned)(h->n_head_kv * a.pieces));
-  size_t shared = (size_t)(2 * heads * h->head_dim + keys * (h->head_dim + 1) + heads * keys + 3 * heads) * sizeof(float);
+  size_t shared =
+      (size_t)(2 * heads * h->head_dim + keys * (h->head_dim + 1) + heads * keys + 3 * heads) * sizeof(float);
   switch (p->cache.kv_type) {
     case M3_TYPE_F32: attend<M3_TYPE_F32><<<grid, M3_THREADS, shared, s->stream>>>(a); break;
     case M3_TYPE_F16: attend<M3_TYPE_F16><<<grid, M3_THREADS, shared, s->stream>>>(a); break;

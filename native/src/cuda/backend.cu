@@ -66,11 +66,16 @@ static int64_t state_bytes(const m3_state_params *p) {
 static void close_state(m3_device_state *s) {
   if (!s) return;
   if (s->stream) cudaStreamSynchronize(s->stream);
-  void *const pieces[] = {s->broken,        s->ids,
-                          s->seq,           s->pos,
-                          s->tables,        s->grouping.row,
-                          s->grouping.place, s->grouping.groups,
-                          s->grouping.n_groups, s->block_scores};
+  void *const pieces[] = {s->broken,
+                          s->ids,
+                          s->seq,
+                          s->pos,
+                          s->tables,
+                          s->grouping.row,
+                          s->grouping.place,
+                          s->grouping.groups,
+                          s->grouping.n_groups,
+                          s->block_scores};
   static_assert(sizeof pieces / sizeof *pieces == PIECES, "PIECES");
   for (int i = 0; i < PIECES; i++) cudaFree(pieces[i]);
   cudaFreeHost(s->host_broken);
@@ -197,7 +202,8 @@ static void begin(const m3_context *c, const m3_rows *rows) {
 
 static m3_status finish(const m3_context *c, m3_broken *broken, m3_error *err) {
   m3_device_state *s = c->state;
-  m3_note(s, cudaMemcpyAsync(s->host_broken, s->broken, sizeof *s->broken, cudaMemcpyDeviceToHost, s->stream), "finish");
+  m3_note(s, cudaMemcpyAsync(s->host_broken, s->broken, sizeof *s->broken, cudaMemcpyDeviceToHost, s->stream),
+          "finish");
   m3_note(s, cudaStreamSynchronize(s->stream), "a kernel");
   if (s->error != cudaSuccess) {
     cudaError_t error = s->error;

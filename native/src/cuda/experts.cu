@@ -7,7 +7,9 @@ struct candidate {
   int32_t id; /* INT32_MAX: there is none */
 };
 
-__device__ static inline bool before(candidate a, candidate b) { return a.rank > b.rank || (a.rank == b.rank && a.id < b.id); }
+__device__ static inline bool before(candidate a, candidate b) {
+  return a.rank > b.rank || (a.rank == b.rank && a.id < b.id);
+}
 
 __device__ static inline candidate best_of_warp(candidate c) {
 #pragma unroll
@@ -73,8 +75,7 @@ __global__ static void route(route_params p) {
   __syncwarp();
   float sum = 0;
   for (int32_t k = 0; k < p.used; k++) sum += prob[experts[k]];
-  for (int32_t k = lane; k < p.used; k += M3_WARP)
-    weights[k] = broken ? NAN : prob[experts[k]] / sum * p.scale;
+  for (int32_t k = lane; k < p.used; k += M3_WARP) weights[k] = broken ? NAN : prob[experts[k]] / sum * p.scale;
 }
 
 bool m3_cuda_router(const m3_context *c, const m3_ffn_params *p) {
@@ -84,10 +85,10 @@ bool m3_cuda_router(const m3_context *c, const m3_ffn_params *p) {
   m3_cuda_norm(s, c, p->hidden, &p->layer->w[M3_FFN_NORM], p->n, w->normed);
   m3_product product = {&p->layer->w[M3_ROUTER], w->normed, p->n, w->logits, h->n_expert};
   m3_cuda_product(s, &product);
-  route_params r = {w->logits, (const float *)p->layer->w[M3_ROUTER_BIAS].device,
-                    h->n_expert, h->n_expert_used,
+  route_params r = {w->logits,       (const float *)p->layer->w[M3_ROUTER_BIAS].device,
+                    h->n_expert,     h->n_expert_used,
                     h->expert_scale, w->experts,
-                    w->weights, m3_broken_code(c, M3_PART_ROUTER),
+                    w->weights,      m3_broken_code(c, M3_PART_ROUTER),
                     s->broken};
   size_t shared = (size_t)(h->n_expert + h->n_expert_used) * sizeof(float); /* at most 32 KiB */
   route<<<(unsigned)p->n, M3_WARP, shared, s->stream>>>(r);
@@ -161,8 +162,16 @@ void m3_cuda_experts(const m3_context *c, const m3_ffn_params *p) {
   size_t shared = (size_t)(2 * h->n_expert + 1) * sizeof(int32_t); /* at most 32 KiB and one number */
   group_rows<<<1, 1024, shared, s->stream>>>(g);
   m3_launched(s, "grouping rows by expert");
-  m3_product product = {&l[M3_GATE_EXPS], w->normed, pairs, w->gate, h->n_ff_expert, false, s->grouping.row,
-                        &s->grouping, rows, most + (pairs - most) / rows};
+  m3_product product = {&l[M3_GATE_EXPS],
+                        w->normed,
+                        pairs,
+                        w->gate,
+                        h->n_ff_expert,
+                        false,
+                        s->grouping.row,
+                        &s->grouping,
+                        rows,
+                        most + (pairs - most) / rows};
   m3_cuda_product(s, &product);
   product.weight = &l[M3_UP_EXPS];
   product.y = w->up;
@@ -175,7 +184,7 @@ void m3_cuda_experts(const m3_context *c, const m3_ffn_params *p) {
   product.ldy = h->n_embd;
   m3_cuda_product(s, &product);
   dim3 grid((unsigned)p->n, m3_blocks_for(h->n_embd, M3_THREADS));
-  combine<<<grid, M3_THREADS, 0, s->stream>>>(w->expert_out, s->grouping.place, w->weights, h->n_expert_used,
-                                              h->n_embd, p->hidden);
+  combine<<<grid, M3_THREADS, 0, s->stream>>>(w->expert_out, s->grouping.place, w->weights, h->n_expert_used, h->n_embd,
+                                              p->hidden);
   m3_launched(s, "sum of experts");
 }

@@ -1,8 +1,8 @@
 /* Matrix products with weights of any storage type, decoded in registers; activations and sums are float32.
  *
- * A warp computes a tile of ROWS rows of x and OUTS rows of the weight. Lane l takes the runs of eight columns l, l + 32,
- * l + 64, ... and the lanes' sums are added up in one tree, so that what a row gets does not depend on the tile: one row
- * and many rows give the same bits. */
+ * A warp computes a tile of ROWS rows of x and OUTS rows of the weight. Lane l takes the runs of eight columns l, l +
+ * 32, l + 64, ... and the lanes' sums are added up in one tree, so that what a row gets does not depend on the tile:
+ * one row and many rows give the same bits. */
 #include "cuda/state.cuh"
 #include "cuda/tables.cuh"
 
@@ -35,7 +35,9 @@ __device__ static inline void load_x(const float *x, int64_t run, int32_t n_in, 
 }
 
 template <int TYPE, int ROWS, int OUTS>
-__global__ static void __launch_bounds__(WARPS * 32, ROWS == 1 ? 8 : ROWS == 4 ? 4 : 3) multiply(multiply_params p) {
+__global__ static void __launch_bounds__(WARPS * 32, ROWS == 1   ? 8
+                                                     : ROWS == 4 ? 4
+                                                                 : 3) multiply(multiply_params p) {
   /* Groups run fastest: those that read the same rows of the weight are at work together. */
   int32_t group = (int32_t)(blockIdx.x % (unsigned)p.max_groups);
   int32_t lane = threadIdx.x % M3_WARP, warp = threadIdx.x / M3_WARP;
@@ -160,7 +162,8 @@ void m3_cuda_product(m3_device_state *s, const m3_product *p) {
 
 /* Eight columns a thread. */
 template <int TYPE>
-__global__ static void decode_rows(const char *weight, int64_t row_bytes, const int32_t *ids, int32_t n_in, float *out) {
+__global__ static void decode_rows(const char *weight, int64_t row_bytes, const int32_t *ids, int32_t n_in,
+                                   float *out) {
   int64_t run = (int64_t)blockIdx.y * blockDim.x + threadIdx.x;
   float values[M3_RUN];
   if (run * M3_RUN >= n_in) return;
@@ -178,8 +181,8 @@ void m3_cuda_embed(const m3_context *c, const m3_embed_params *p) {
   const char *weight = (const char *)p->embd->device;
   int64_t row_bytes = m3_row_bytes(t->type, n_in);
   switch (t->type) {
-#define TYPE(name)                                                                                             \
-  case M3_TYPE_##name:                                                                                         \
+#define TYPE(name)                                                                                               \
+  case M3_TYPE_##name:                                                                                           \
     decode_rows<M3_TYPE_##name><<<grid, M3_THREADS, 0, s->stream>>>(weight, row_bytes, s->ids, n_in, p->hidden); \
     break;
     TYPE(F32)

@@ -79,7 +79,8 @@ __global__ static void find_broken(const float *x, int64_t n, int32_t code, int3
 bool m3_cuda_finite(const m3_context *c, const float *x, int64_t n, m3_part part) {
   m3_device_state *s = c->state;
   unsigned blocks = m3_blocks_for(n, M3_THREADS * 4);
-  find_broken<<<blocks < 512 ? blocks : 512, M3_THREADS, 0, s->stream>>>(x, n, m3_broken_code(c, part), s->broken);
+  if (blocks > 512) blocks = 512;
+  find_broken<<<blocks, M3_THREADS, 0, s->stream>>>(x, n, m3_broken_code(c, part), s->broken);
   m3_launched(s, "search for broken numbers");
   return true; /* told by finish */
 }

@@ -8,14 +8,15 @@ enum { SCORE_THREADS = 128, SCORE_FLOATS = 11264, MAX_VECTORS = 16 };
 
 struct score_params {
   m3_places places;
-  const float *q; /* index q of the first row at work, [rows, n_index_head, dim]: its vectors stand one after the other */
+  const float
+      *q; /* index q of the first row at work, [rows, n_index_head, dim]: its vectors stand one after the other */
   const char *keys;
   int64_t row_bytes;
   int32_t first, rows, n_index_head; /* rows first .. first + rows - 1 of the chunk */
   int32_t dim, block_size, top_k;
-  bool all;       /* score rows without a choice too */
+  bool all;              /* score rows without a choice too */
   int32_t vectors, tile; /* vectors and keys at a time */
-  float *scores;  /* out [rows, n_index_head, max_blocks] */
+  float *scores;         /* out [rows, n_index_head, max_blocks] */
   int64_t max_blocks;
   int32_t code;
   int32_t *broken;
@@ -29,8 +30,8 @@ __device__ static inline int32_t visible_keys(const score_params &p, int32_t v, 
   return n < 0 ? 0 : n > p.block_size ? p.block_size : (int32_t)n;
 }
 
-/* Scores of one block for `vectors` vectors of queries that see the same sequence or not: page ids are looked up for the
- * sequence of each run of vectors. */
+/* Scores of one block for `vectors` vectors of queries that see the same sequence or not: page ids are looked up for
+ * the sequence of each run of vectors. */
 template <int TYPE>
 __device__ static void score_run(const score_params &p, int32_t first, int32_t n, int64_t block, float *shared) {
   float *keys = shared, *q = keys + p.tile * (p.dim + 1); /* [tile, dim + 1], [dim, vectors] */
@@ -130,8 +131,8 @@ __device__ static inline choice best_of_warp(choice c) {
   return c;
 }
 
-/* A block for each list: the last `local` blocks, then the best of the others one after the other, each the first in the
- * order of score and id behind the one taken before it. */
+/* A block for each list: the last `local` blocks, then the best of the others one after the other, each the first in
+ * the order of score and id behind the one taken before it. */
 __global__ static void __launch_bounds__(M3_THREADS) choose_blocks(choose_params p) {
   __shared__ int32_t taken[M3_MAX_TOP_K];
   __shared__ choice warps[M3_THREADS / M3_WARP];

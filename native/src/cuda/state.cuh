@@ -1,4 +1,5 @@
-/* state.cuh - what the files of the CUDA backend share: the state of a session, and the queue that every operation joins.
+/* state.cuh - what the files of the CUDA backend share: the state of a session, and the queue that every operation
+ * joins.
  *
  * Operations are documented in backend.h, and the CPU functions of the same names are their specification. No
  * multiplication and addition are fused (-fmad=false) unless the source says fmaf, and sums of one row are taken in one
@@ -76,7 +77,9 @@ struct m3_places {
   int64_t blocks; /* row stride of tables */
 };
 
-static inline m3_places m3_places_of(const m3_device_state *s) { return m3_places{s->seq, s->pos, s->tables, s->blocks}; }
+static inline m3_places m3_places_of(const m3_device_state *s) {
+  return m3_places{s->seq, s->pos, s->tables, s->blocks};
+}
 
 __device__ inline int64_t m3_page_of(const m3_places &p, int32_t row, int64_t block) {
   return p.tables[p.seq[row] * p.blocks + block];

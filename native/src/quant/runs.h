@@ -1,5 +1,5 @@
-/* runs.h - eight elements of a row of any storage type to float32: what a lane of a GPU takes at a time. The same values
- * as the decoders', bit for bit (NaN by being NaN); C compiles it for the tests only.
+/* runs.h - eight elements of a row of any storage type to float32: what a lane of a GPU takes at a time. The same
+ * values as the decoders', bit for bit (NaN by being NaN); C compiles it for the tests only.
  *
  * With a type that is a constant, the switch folds. Includers declare the codebooks (codebooks.h, or tables.h with
  * M3_TABLE for device memory aligned to 8). Rows are aligned to 16 bytes where the block size allows it. */
