@@ -190,7 +190,8 @@ class Bounds:
     """Of a run whose weights or cache are not those of the reference, so that near-ties may fall the other way.
 
     One flip moves the logits of its token by 1 to 6, so means are compared, not maxima. Each bound is one and a half
-    times what was measured with AVX2; for `lists` that holds for the share of lists that differ.
+    times what was measured with AVX2 or on an H200, whichever is worse; for `lists` that holds for the share of lists
+    that differ.
     """
 
     error: float  #: mean |difference| of logits
@@ -205,7 +206,7 @@ BOUNDS = {
     ("small_blocks", "q8_0", "f32"): Bounds(error=1.5, divergence=0.95, lists=0.55),
     ("release_heads", "f32", "f16"): Bounds(error=7.2e-4, divergence=1.5e-6, lists=0.9995),
     ("odd_sizes", "f32", "f16"): Bounds(error=3.4e-3, divergence=1.5e-6, lists=0.9995),
-    ("small_blocks", "f32", "f16"): Bounds(error=0.065, divergence=0.052, lists=0.9965),
+    ("small_blocks", "f32", "f16"): Bounds(error=0.085, divergence=0.054, lists=0.9916),
 }
 
 

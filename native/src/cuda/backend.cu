@@ -29,7 +29,7 @@ struct piece {
   int64_t bytes;
 };
 
-enum { PIECES = 10 };
+enum { PIECES = 11 };
 
 static int list_pieces(const m3_state_params *p, m3_device_state *s, piece *list) {
   const m3_hparams *h = p->hparams;
@@ -37,6 +37,7 @@ static int list_pieces(const m3_state_params *p, m3_device_state *s, piece *list
   int64_t select_rows = p->chunk < M3_SELECT_ROWS ? p->chunk : M3_SELECT_ROWS;
   s->blocks = p->blocks;
   s->select_rows = (int32_t)select_rows;
+  s->attention_floats = m3_cuda_attention_floats(h, p->blocks);
   const piece all[] = {
       {(void **)&s->broken, 4},
       {(void **)&s->ids, (int64_t)p->chunk * 4},
@@ -48,6 +49,7 @@ static int list_pieces(const m3_state_params *p, m3_device_state *s, piece *list
       {(void **)&s->grouping.groups, (h->n_expert + pairs) * (int64_t)sizeof(m3_row_group)},
       {(void **)&s->grouping.n_groups, 4},
       {(void **)&s->block_scores, select_rows * h->n_index_head * p->blocks * 4},
+      {(void **)&s->attention_parts, s->attention_floats * 4},
   };
   static_assert(sizeof all / sizeof *all == PIECES, "PIECES");
   memcpy(list, all, sizeof all);
@@ -75,7 +77,8 @@ static void close_state(m3_device_state *s) {
                           s->grouping.place,
                           s->grouping.groups,
                           s->grouping.n_groups,
-                          s->block_scores};
+                          s->block_scores,
+                          s->attention_parts};
   static_assert(sizeof pieces / sizeof *pieces == PIECES, "PIECES");
   for (int i = 0; i < PIECES; i++) cudaFree(pieces[i]);
   cudaFreeHost(s->host_broken);

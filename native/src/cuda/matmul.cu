@@ -64,17 +64,24 @@ __global__ static void __launch_bounds__(WARPS * 32, ROWS == 1   ? 8
   int32_t runs = (p.n_in + M3_RUN - 1) / M3_RUN;
 #pragma unroll(ROWS == 1 ? 4 : 1)
   for (int32_t run = lane; run < runs; run += M3_WARP) {
-    float a[OUTS][M3_RUN];
+    m3_run a[OUTS];
 #pragma unroll
-    for (int o = 0; o < OUTS; o++) m3_decode_run(TYPE, w[o], run, p.n_in, a[o]);
+    for (int o = 0; o < OUTS; o++) m3_load_run(TYPE, w[o], run, p.n_in, &a[o]);
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
-      float b[M3_RUN];
+      float b[M3_RUN], whole = 0;
       load_x(x[r], run, p.n_in, b);
+      if (m3_has_min(TYPE)) whole = ((b[0] + b[1]) + (b[2] + b[3])) + ((b[4] + b[5]) + (b[6] + b[7]));
 #pragma unroll
-      for (int o = 0; o < OUTS; o++)
+      for (int o = 0; o < OUTS; o++) {
+        /* scale * (q . x) - min * (sum of x): the weights need not be put together one by one. */
+        float dot = m3_is_plain(TYPE) ? sum[r][o] : 0;
 #pragma unroll
-        for (int j = 0; j < M3_RUN; j++) sum[r][o] = fmaf(a[o][j], b[j], sum[r][o]);
+        for (int j = 0; j < M3_RUN; j++) dot = fmaf(a[o].q[j], b[j], dot);
+        if (m3_is_plain(TYPE)) sum[r][o] = dot;
+        if (!m3_is_plain(TYPE)) sum[r][o] = fmaf(a[o].scale, dot, sum[r][o]);
+        if (m3_has_min(TYPE)) sum[r][o] = fmaf(-a[o].min, whole, sum[r][o]);
+      }
     }
   }
 #pragma unroll

@@ -1,21 +1,26 @@
 /* Norms, the dense and the shared MLP, the output head, and the search for numbers that are not finite. */
 #include "cuda/state.cuh"
 
-/* A block for each row. */
+/* A block for each row, of as many threads as its length needs: what is read must be under way at once. */
+enum { NORM_THREADS = 1024 };
+
 __global__ static void norm_rows(const float *x, const float *weight, int32_t n, float eps, float *out) {
-  __shared__ float work[M3_THREADS / M3_WARP + 1];
+  __shared__ float work[NORM_THREADS / M3_WARP + 1];
   x += (int64_t)blockIdx.x * n;
   out += (int64_t)blockIdx.x * n;
   float sum = 0;
+#pragma unroll 8
   for (int32_t i = threadIdx.x; i < n; i += blockDim.x) sum = fmaf(x[i], x[i], sum);
   float r = 1.0f / sqrtf(m3_block_sum(sum, work) / (float)n + eps);
+#pragma unroll 8
   for (int32_t i = threadIdx.x; i < n; i += blockDim.x) out[i] = x[i] * r * weight[i];
 }
 
 void m3_cuda_norm(m3_device_state *s, const m3_context *c, const float *x, const m3_weight *weight, int32_t n,
                   float *out) {
-  norm_rows<<<(unsigned)n, M3_THREADS, 0, s->stream>>>(x, (const float *)weight->device, c->hparams->n_embd,
-                                                       c->hparams->rms_eps, out);
+  int32_t width = c->hparams->n_embd, threads = M3_THREADS;
+  if (width >= 2048) threads = NORM_THREADS;
+  norm_rows<<<(unsigned)n, threads, 0, s->stream>>>(x, (const float *)weight->device, width, c->hparams->rms_eps, out);
   m3_launched(s, "norm");
 }
 

@@ -50,6 +50,8 @@ struct m3_device_state {
   m3_grouping grouping;
   float *block_scores; /* [M3_SELECT_ROWS or fewer, n_index_head, blocks] */
   int32_t select_rows;
+  float *attention_parts; /* of chunks of keys that are attended to apart, see attention.cu */
+  int64_t attention_floats;
 };
 
 /* What is larger than every code of a broken number: all bytes equal, so that a memset sets it. */
@@ -162,6 +164,9 @@ void m3_cuda_experts(const m3_context *c, const m3_ffn_params *p);
 void m3_cuda_shared(const m3_context *c, const m3_ffn_params *p);
 void m3_cuda_head(const m3_context *c, const m3_head_params *p);
 bool m3_cuda_finite(const m3_context *c, const float *x, int64_t n, m3_part part);
+
+/* Floats of the parts of one row. */
+int64_t m3_cuda_attention_floats(const m3_hparams *h, int64_t blocks);
 
 /* gate = SwiGLU-OAI of gate and up, n elements. */
 void m3_cuda_swiglu(m3_device_state *s, const m3_hparams *h, float *gate, const float *up, int64_t n);
