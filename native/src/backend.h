@@ -16,6 +16,10 @@
 typedef struct m3_weight m3_weight;
 typedef struct m3_layer m3_layer;
 
+/* What a backend keeps for one session: on a GPU the stream, the places of the chunk's rows, flags and work buffers.
+ * The CPU keeps nothing, its state is NULL. */
+typedef struct m3_device_state m3_device_state;
+
 /* Rows of the chunk: where each stands. */
 typedef struct m3_rows {
   int32_t n;
@@ -78,13 +82,38 @@ typedef struct m3_input_sums {
   double *rows; /* [n_matrix] number of rows; exact up to 2^53 */
 } m3_input_sums;
 
+/* Where numbers that are NaN or infinite are looked for, in the order of a layer. */
+typedef enum m3_part {
+  M3_PART_INPUT,  /* of the window's first layer */
+  M3_PART_SCORES, /* of the index */
+  M3_PART_ROUTER, /* logits or bias */
+  M3_PART_OUTPUT, /* of the layer */
+  M3_PART_LOGITS, /* of the head, counted to layer n_layer */
+  M3_PARTS
+} m3_part;
+
 /* What every operation gets. */
 typedef struct m3_context {
   const m3_hparams *hparams;
   const struct m3_kernels *kernels; /* CPU only */
   m3_scratch *scratch;
   const m3_input_sums *inputs; /* [M3_INPUTS] of the layer at work, to which operations add; NULL: they do not */
+  m3_device_state *state;
+  int32_t layer; /* at work */
 } m3_context;
+
+/* The first broken number of a chunk; part is M3_PARTS if there is none. */
+typedef struct m3_broken {
+  int32_t layer;
+  m3_part part;
+} m3_broken;
+
+/* What the state of a session is sized for. */
+typedef struct m3_state_params {
+  const m3_hparams *hparams;
+  int32_t sequences, chunk;
+  int64_t blocks; /* of the longest sequence */
+} m3_state_params;
 
 typedef struct m3_embed_params {
   const m3_weight *embd; /* [n_vocab, n_embd] */
@@ -163,17 +192,38 @@ typedef struct m3_page_params {
   int32_t src, dst;
 } m3_page_params;
 
+/* A device may run behind its caller: operations and copies only join a queue, of one session, in their order. What
+ * goes wrong there, and what was found broken, is told by `finish`; a backend that knows at once tells it at once, by
+ * the result of the operation. Data that an operation or an upload takes from host memory may change when it returns;
+ * what a download gives is there when it returns. */
 typedef struct m3_backend {
   const char *name;
 
-  /* Zeroed memory of the device, NULL if there is none; free takes NULL. */
-  void *(*alloc)(uint64_t bytes);
-  void (*free)(void *p);
-  void (*upload)(void *dst, const void *src, uint64_t bytes);
-  void (*download)(void *dst, const void *src, uint64_t bytes);
-  void (*copy)(void *dst, const void *src, uint64_t bytes); /* within the device */
-  void (*page_copy)(const m3_page_params *p);
-  void (*page_poison)(const m3_page_params *p); /* fills dst with NaN (all bits set) */
+  /* Memory for a session's state. state_bytes: what open takes of the device, apart from what alloc gives. */
+  int64_t (*state_bytes)(const m3_state_params *p);
+  m3_status (*open)(const m3_state_params *p, m3_device_state **out, m3_error *err);
+  void (*close)(m3_device_state *state); /* waits; takes NULL */
+
+  /* Zeroed memory of the device. `purpose` is for the message. free takes NULL. */
+  m3_status (*alloc)(m3_device_state *state, uint64_t bytes, const char *purpose, void **out, m3_error *err);
+  void (*free)(m3_device_state *state, void *p);
+  void (*upload)(m3_device_state *state, void *dst, const void *src, uint64_t bytes);
+  void (*download)(m3_device_state *state, void *dst, const void *src, uint64_t bytes);
+  void (*copy)(m3_device_state *state, void *dst, const void *src, uint64_t bytes); /* within the device */
+  void (*page_copy)(m3_device_state *state, const m3_page_params *p);
+  void (*page_poison)(m3_device_state *state, const m3_page_params *p); /* fills dst with NaN (all bits set) */
+
+  /* Weights, which belong to the model and not to a session. NULL: operations read them in host memory, where
+   * m3_weight.data says; else in `device`. load waits until the data is there. */
+  m3_status (*weight_alloc)(uint64_t bytes, const char *purpose, void **out, m3_error *err);
+  m3_status (*weight_load)(void *dst, const void *src, uint64_t bytes, m3_error *err);
+  void (*weight_free)(void *p);
+
+  /* Bytes of the device that are free and there in all; NULL: host memory, which is the operating system's matter. */
+  m3_status (*memory)(uint64_t *free_bytes, uint64_t *total_bytes, m3_error *err);
+
+  /* What people call the device; NULL: nothing but its name above. */
+  void (*describe)(char *out, size_t size);
 
   /* Bytes of a page of low-bit copies; NULL: the backend has none. */
   int64_t (*low_bit_page_bytes)(const m3_hparams *hparams);
@@ -181,23 +231,29 @@ typedef struct m3_backend {
   /* Floats of the per-thread buffer that the operations need, for sequences of at most max_blocks blocks. */
   int64_t (*thread_floats)(const m3_hparams *hparams, int64_t max_blocks);
 
-  /* Bytes of the scratch's `rounded` for chunks of so many rows. */
+  /* Bytes of the scratch's `rounded` for chunks of so many rows; NULL: it is not used. */
   int64_t (*input_bytes)(const m3_hparams *hparams, int64_t rows);
+  /* Around the operations of a chunk. finish waits for them, unless they are done anyway. */
+  void (*begin)(const m3_context *c, const m3_rows *rows);
+  m3_status (*finish)(const m3_context *c, m3_broken *broken, m3_error *err);
 
   void (*embed)(const m3_context *c, const m3_embed_params *p);
   void (*prepare)(const m3_context *c, const m3_prepare_params *p);
-  bool (*select)(const m3_context *c, const m3_select_params *p); /* false: a score is not finite */
+  bool (*select)(const m3_context *c, const m3_select_params *p); /* false: a score is not finite, M3_PART_SCORES */
   void (*attend)(const m3_context *c, const m3_attend_params *p);
   void (*output)(const m3_context *c, const m3_output_params *p);
   void (*mlp)(const m3_context *c, const m3_ffn_params *p);
-  bool (*router)(const m3_context *c, const m3_ffn_params *p); /* false: a router logit or bias is not finite */
+  bool (*router)(const m3_context *c, const m3_ffn_params *p); /* false: a logit or bias is not: M3_PART_ROUTER */
   void (*experts)(const m3_context *c, const m3_ffn_params *p);
   void (*shared)(const m3_context *c, const m3_ffn_params *p);
   void (*head)(const m3_context *c, const m3_head_params *p);
-  bool (*head_input)(const m3_context *c, const m3_head_input_params *p); /* NULL: no operation adds to sums */
-  bool (*finite)(const m3_context *c, const float *x, int64_t n);
+  bool (*head_input)(const m3_context *c, const m3_head_input_params *p);       /* NULL: no operation adds to sums */
+  bool (*finite)(const m3_context *c, const float *x, int64_t n, m3_part part); /* false: x is not finite */
 } m3_backend;
 
 extern const m3_backend m3_cpu_backend;
+
+/* The backend of an NVIDIA GPU. M3_ERROR_UNSUPPORTED says what is missing: the build, the driver, the GPU. */
+m3_status m3_cuda_backend(const m3_backend **out, m3_error *err);
 
 #endif

@@ -61,8 +61,7 @@ static void shuffle(int32_t *pages, int32_t n, uint64_t seed) {
 static m3_status alloc_pages(m3_cache *c, void **out, uint64_t page_bytes, int32_t type, int32_t *type_out,
                              m3_error *err) {
   *type_out = type;
-  *out = c->backend->alloc((uint64_t)c->n_pages * page_bytes);
-  return *out ? M3_OK : m3_fail_memory(err, (uint64_t)c->n_pages * page_bytes, "the cache of one layer");
+  return c->backend->alloc(c->state, (uint64_t)c->n_pages * page_bytes, "the cache of one layer", out, err);
 }
 
 static m3_status alloc_layers(m3_cache *c, const m3_cache_options *o, const cache_sizes *s, m3_error *err) {
@@ -104,6 +103,7 @@ m3_status m3_cache_open(m3_cache *c, const m3_cache_options *o, m3_error *err) {
   cache_sizes s;
   sizes_of(o, &s);
   c->backend = o->backend;
+  c->state = o->state;
   c->block_size = o->hparams->block_size;
   c->context = o->context;
   c->blocks_per_sequence = blocks_of(c, o->context);
@@ -124,10 +124,10 @@ m3_status m3_cache_open(m3_cache *c, const m3_cache_options *o, m3_error *err) {
 
 void m3_cache_close(m3_cache *c) {
   for (int32_t i = 0; c->layers && i < c->n_layers; i++) {
-    c->backend->free(c->layers[i].k);
-    c->backend->free(c->layers[i].v);
-    c->backend->free(c->layers[i].index);
-    c->backend->free(c->layers[i].low_bit);
+    c->backend->free(c->state, c->layers[i].k);
+    c->backend->free(c->state, c->layers[i].v);
+    c->backend->free(c->state, c->layers[i].index);
+    c->backend->free(c->state, c->layers[i].low_bit);
   }
   for (int32_t s = 0; c->sequences && s < c->n_sequences; s++) free(c->sequences[s].table);
   free(c->layers);
@@ -140,13 +140,14 @@ void m3_cache_close(m3_cache *c) {
 /* ---------------------------------------------------------------------------------------------- pages */
 
 /* Applies `operation` to page dst (and src) of every array of every layer. */
-static void on_every_array(m3_cache *c, void (*operation)(const m3_page_params *), int32_t src, int32_t dst) {
+static void on_every_array(m3_cache *c, void (*operation)(m3_device_state *, const m3_page_params *), int32_t src,
+                           int32_t dst) {
   for (int32_t i = 0; i < c->n_layers; i++) {
     m3_layer_cache *l = &c->layers[i];
-    operation(&(m3_page_params){l->k, c->kv_page_bytes, src, dst});
-    operation(&(m3_page_params){l->v, c->kv_page_bytes, src, dst});
-    if (l->index) operation(&(m3_page_params){l->index, c->index_page_bytes, src, dst});
-    if (l->low_bit) operation(&(m3_page_params){l->low_bit, c->low_bit_page_bytes, src, dst});
+    operation(c->state, &(m3_page_params){l->k, c->kv_page_bytes, src, dst});
+    operation(c->state, &(m3_page_params){l->v, c->kv_page_bytes, src, dst});
+    if (l->index) operation(c->state, &(m3_page_params){l->index, c->index_page_bytes, src, dst});
+    if (l->low_bit) operation(c->state, &(m3_page_params){l->low_bit, c->low_bit_page_bytes, src, dst});
   }
 }
 

@@ -16,6 +16,7 @@ typedef struct m3_sequence {
 
 typedef struct m3_cache {
   const m3_backend *backend;
+  m3_device_state *state;
   int32_t block_size;
   int64_t context; /* tokens that one sequence can hold */
   int64_t blocks_per_sequence;
@@ -34,6 +35,7 @@ typedef struct m3_cache {
 typedef struct m3_cache_options {
   const m3_hparams *hparams;
   const m3_backend *backend;
+  m3_device_state *state;
   int32_t sequences;
   int64_t context;
   int32_t kv_type, index_type;

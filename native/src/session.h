@@ -11,6 +11,7 @@
 struct m3_session {
   m3_model *model;
   m3_session_options options; /* with the defaults filled in */
+  m3_device_state *state;
   m3_cache cache;
   m3_scratch scratch;
   float *hidden;    /* [chunk, n_embd] on the backend */

@@ -159,8 +159,9 @@ def _evaluate(pointer: Any, batch: Any, buffers: object) -> None:
 class Model:
     """Weights of one model, shared by its sessions. Use it as a context manager.
 
-    path: as for `GGUF`, mapped read-only. device: "auto", "cpu" or "cuda". isa: instruction set of the CPU kernels.
-    InputError names what is wrong with the file or that the device is not there.
+    path: as for `GGUF`, mapped read-only. device: "cpu", "cuda", or "auto": the GPU if library, driver and machine have
+    what it needs. isa: instruction set of the CPU kernels. InputError names what is wrong with the file, MachineError
+    what a device lacks.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, device: str = "auto", isa: str = "auto") -> None:
@@ -205,7 +206,8 @@ class Model:
         raw = lib.m3_model_hparams(pointer)
         self.hparams = Hparams(**{field.name: getattr(raw, field.name) for field in fields(Hparams)})
         self.gguf = GGUF._borrow(lib.m3_model_gguf(pointer), path)
-        self.backend_name = text(lib.m3_model_backend_name(pointer))
+        self.backend_name = text(lib.m3_model_backend_name(pointer))  #: "cpu" or "cuda"
+        self.device_name = text(lib.m3_model_device_name(pointer))  #: of the GPU, or the instruction set
         self.isa_name = text(lib.m3_model_isa_name(pointer))
 
     @property
@@ -236,6 +238,35 @@ class Model:
             mine = [key for key in self._bound if key[0].startswith(f"blk.{layer}.")]
         for key in mine:
             del self._bound[key]
+
+    def device_memory(self) -> tuple[int, int] | None:
+        """Bytes of the GPU that are free and there in all; None on the CPU."""
+        left, total = ffi.new("uint64_t *"), ffi.new("uint64_t *")
+        call(lib.m3_model_device_memory, self._open_pointer(), left, total)
+        return (left[0], total[0]) if total[0] else None
+
+    def load(self, *, progress: Progress | None = None) -> None:
+        """Brings the weights of all layers to the GPU, as the first session would; on the CPU there is nothing to do.
+
+        progress: called with bytes brought and in all. Ctrl-C stops it. MachineError if they do not fit.
+        """
+        pointer = self._open_pointer()
+        done, total = ffi.new("uint64_t *"), ffi.new("uint64_t *")
+        with hold_signals() as held, ThreadPoolExecutor(max_workers=1, thread_name_prefix="m3-load") as worker:
+            future = worker.submit(call, lib.m3_model_load, pointer, 0, 0)
+            try:
+                while not wait((future,), _POLL).done:
+                    if held.pending:
+                        lib.m3_model_cancel_load(pointer)
+                    elif progress:
+                        lib.m3_model_load_progress(pointer, done, total)
+                        progress(done[0], total[0])
+                future.result()
+            except BaseException:
+                while not future.done():
+                    lib.m3_model_cancel_load(pointer)
+                    wait((future,), _POLL)
+                raise
 
     def memory(self, **options: Unpack[SessionOptions]) -> Memory:
         """What a session with these options would take."""

@@ -4,6 +4,8 @@
 #include "check.h"
 #include "cpu/kernels.h"
 #include "quant/blocks.h"
+#include "quant/codebooks.h"
+#include "quant/runs.h"
 #include "quant/traits.h"
 
 enum { MAX_N = 1100 };
@@ -207,7 +209,36 @@ static void check_blocks(const m3_kernels *k) {
   CHECK(n_types == 23, "%d types", n_types);
 }
 
+/* What a lane of a GPU decodes at a time is what the decoders give, for the same random bytes; plain rows of any length
+ * end in zeros. */
+static void check_runs(void) {
+  enum { N_BLOCKS = 1000, LARGEST = M3_SUPERBLOCK };
+  static uint16_t data[N_BLOCKS * LARGEST * 2];
+  static float got[N_BLOCKS * LARGEST], want[N_BLOCKS * LARGEST];
+  uint64_t seed = 5;
+  for (size_t i = 0; i < sizeof data / sizeof *data; i++) data[i] = (uint16_t)next_random(&seed);
+  for (int32_t type = 0; type <= M3_TYPE_MXFP4; type++) {
+    if (!m3_traits(type)) continue;
+    int64_t block = m3_type_block_size(type), n = block == 1 ? 8 * N_BLOCKS : block * N_BLOCKS, different = 0;
+    m3_traits(type)->to_f32(data, want, n);
+    for (int64_t run = 0; run < n / M3_RUN; run++) m3_decode_run(type, data, run, n, got + run * M3_RUN);
+    for (int64_t i = 0; i < n; i++)
+      different += !(isnan(got[i]) && isnan(want[i])) && memcmp(&got[i], &want[i], 4) != 0;
+    CHECK(different == 0, "runs of %s: %lld of %lld elements differ", m3_type_name(type), (long long)different,
+          (long long)n);
+    for (int64_t length = 1; length < M3_RUN && block == 1; length++) {
+      m3_decode_run(type, data, 1, M3_RUN + length, got);
+      bool right = true;
+      for (int64_t j = 0; j < M3_RUN; j++)
+        right &= j < length ? isnan(got[j]) == isnan(want[M3_RUN + j]) && (isnan(got[j]) || got[j] == want[M3_RUN + j])
+                            : got[j] == 0;
+      CHECK(right, "%s: the last %lld elements", m3_type_name(type), (long long)length);
+    }
+  }
+}
+
 int main(void) {
+  check_runs();
   static const m3_isa isas[] = {M3_ISA_SCALAR, M3_ISA_AVX2, M3_ISA_AVX512, M3_ISA_NEON};
   for (size_t i = 0; i < sizeof isas / sizeof *isas; i++) {
     m3_isa isa;

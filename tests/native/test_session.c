@@ -8,6 +8,7 @@ enum { N = 150 }; /* tokens: ten blocks, of which two are read */
 
 static m3_model *model;
 static m3_error err;
+static m3_model_options options = {.struct_size = sizeof options, .device = M3_DEVICE_CPU};
 
 static const m3_session_options plain = {.struct_size = sizeof(m3_session_options),
                                          .context = 160,
@@ -267,7 +268,7 @@ static void check_scores_and_dense(const int32_t *ids, const run *want) {
 /* A layer at a time, from a header and bound buffers, gives the whole model's bits. */
 static void check_layer_windows(const tiny_file *t, const int32_t *ids, const run *want) {
   m3_model *whole = model;
-  CHECK(m3_model_open_header(t->file.data, t->header_bytes, "tiny header", NULL, &model, &err) == M3_OK, "%s",
+  CHECK(m3_model_open_header(t->file.data, t->header_bytes, "tiny header", &options, &model, &err) == M3_OK, "%s",
         err.message);
   static float hidden[N * T_EMBD], out[N * T_VOCAB];
   for (int layer = 0; layer < T_LAYER; layer++) {
@@ -338,7 +339,7 @@ static void check_nan(tiny_file *t, const int32_t *ids) {
     for (int k = 0; k < (all ? T_EXPERT : 1); k++) x[k] = NAN;
     if (i == 6) x = tiny_data(t, "token_embd.weight") + ids[0] * T_EMBD, x[0] = NAN;
     write_file(path, t->file.data, t->file.size);
-    CHECK(m3_model_open(path, NULL, &model, &err) == M3_OK, "%s", err.message);
+    CHECK(m3_model_open(path, &options, &model, &err) == M3_OK, "%s", err.message);
     m3_session *s = new_session(plain);
     CHECK(eval(s, 0, ids, N, out) == M3_ERROR_NOT_FINITE && strstr(err.message, places[i].says), "%s: '%s'",
           places[i].tensor, err.message);
@@ -393,13 +394,15 @@ static void check_cancel(const int32_t *ids, const run *want) {
   m3_session_close(s);
 }
 
-int main(void) {
+/* `test_session cuda` runs on the GPU. */
+int main(int argc, char **argv) {
+  if (argc > 1 && strcmp(argv[1], "cuda") == 0) options.device = M3_DEVICE_CUDA;
   tiny_file t;
   make_tiny_file(&t);
   char path[64];
   new_path(path, sizeof path, "m3-session");
   write_file(path, t.file.data, t.file.size);
-  if (m3_model_open(path, NULL, &model, &err)) {
+  if (m3_model_open(path, &options, &model, &err)) {
     printf("%s\n", err.message);
     return 1;
   }

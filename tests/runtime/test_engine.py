@@ -1,6 +1,7 @@
 """The Python face of the engine: shapes, errors, sequences, interruption. Its numbers are checked in tests/golden."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -122,11 +123,25 @@ def test_a_cache_that_cannot_be_had_is_a_machine_error(model: Model) -> None:
         model.session(context=1 << 24, sequences=4096)
 
 
+def test_a_gpu_that_is_not_there_is_named(tiny_gguf: Path) -> None:
+    """Whatever is missing: the build, the driver, the GPU. Without asking for one, the CPU does."""
+    try:
+        Model(tiny_gguf, device="cuda").close()
+    except MachineError as error:
+        assert re.fullmatch("device cuda: .* cpu works", str(error))
+        with Model(tiny_gguf) as model:
+            assert model.backend_name == "cpu"
+            assert model.device_name == model.isa_name
+            assert model.device_memory() is None
+            model.load()  # nothing to do
+    else:
+        with Model(tiny_gguf) as model:
+            assert model.backend_name == "cuda"
+
+
 def test_bad_model_options_are_named(tiny_gguf: Path) -> None:
     with pytest.raises(InputError, match="cpu2"):
         Model(tiny_gguf, device="cpu2")
-    with pytest.raises(MachineError, match="built without CUDA"):
-        Model(tiny_gguf, device="cuda")
     with pytest.raises(InputError, match="sse9"):
         Model(tiny_gguf, isa="sse9")
 

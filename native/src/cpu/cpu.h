@@ -69,6 +69,6 @@ void m3_cpu_experts(const m3_context *c, const m3_ffn_params *p);
 void m3_cpu_shared(const m3_context *c, const m3_ffn_params *p);
 void m3_cpu_head(const m3_context *c, const m3_head_params *p);
 bool m3_cpu_head_input(const m3_context *c, const m3_head_input_params *p);
-bool m3_cpu_finite(const m3_context *c, const float *x, int64_t n);
+bool m3_cpu_finite(const m3_context *c, const float *x, int64_t n, m3_part part);
 
 #endif

@@ -221,10 +221,11 @@ bool m3_cpu_head_input(const m3_context *c, const m3_head_input_params *p) {
   for (int32_t r = 0; r < p->n; r++)
     m3_rms_norm(c, p->hidden + r * n_embd, m3_vector(p->norm), n_embd, normed + r * n_embd);
   m3_sum_squares(c, M3_INPUT_HEAD, 0, normed, p->n);
-  return m3_cpu_finite(c, normed, p->n * n_embd);
+  return m3_cpu_finite(c, normed, p->n * n_embd, M3_PART_LOGITS);
 }
 
-bool m3_cpu_finite(const m3_context *c, const float *x, int64_t n) {
+bool m3_cpu_finite(const m3_context *c, const float *x, int64_t n, m3_part part) {
+  (void)part; /* told at once */
   int64_t bad = 0;
 #pragma omp parallel for num_threads(m3_threads_for(c, n)) schedule(static) reduction(+ : bad)
   for (int64_t i = 0; i < n; i++) bad += !(fabsf(x[i]) <= FLT_MAX);
