@@ -25,8 +25,8 @@ typedef struct m3_dots {
   int64_t n;
   float *out; /* written with the last columns only */
   int64_t out_stride;
-  /* For rows that come in pieces of columns: [n_x, n_rows, M3_DOT_LANES] partial sums, left by all pieces but the last and
-   * taken up by all but the first. These have a multiple of M3_DOT_LANES columns. NULL: the rows are whole. */
+  /* For rows that come in pieces of columns: [n_x, n_rows, M3_DOT_LANES] partial sums, left by all pieces but the last
+   * and taken up by all but the first. These have a multiple of M3_DOT_LANES columns. NULL: the rows are whole. */
   float *partial;
   bool first, last;
   /* Memory that will be read next, or NULL: it is fetched while these are computed. */

@@ -34,7 +34,9 @@ static float dot(const float *a, const float *b, int64_t n) {
 }
 
 /* Where the partial sums of one output lie between pieces. */
-INLINE float *partial_of(const m3_dots *p, int64_t r, int64_t j) { return p->partial + (r * p->n_rows + j) * M3_DOT_LANES; }
+INLINE float *partial_of(const m3_dots *p, int64_t r, int64_t j) {
+  return p->partial + (r * p->n_rows + j) * M3_DOT_LANES;
+}
 
 /* x rows r .. r + nx by rows j .. j + nw; nx * nw sums. */
 INLINE void dots_tile(const m3_dots *p, int64_t r, int64_t j, const int nx, const int nw) {
