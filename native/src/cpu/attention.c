@@ -30,7 +30,7 @@ typedef struct buffers {
 
 /* Rows that share the conversion of a block: as many as keep their sums in the second cache. */
 static int64_t rows_together(const m3_hparams *h) {
-  int64_t rows = 256 / (h->n_head / h->n_head_kv);
+  int64_t rows = 512 / (h->n_head / h->n_head_kv);
   return rows < SLOTS ? SLOTS : rows > MAX_ROWS ? MAX_ROWS : rows;
 }
 

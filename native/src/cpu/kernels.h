@@ -56,6 +56,7 @@ typedef struct m3_bounds {
   const int16_t *queries; /* [4, stride] */
   const float *factors;   /* [3, 4] */
   float *out;             /* [4] */
+  const void *next;       /* memory that is read next, or NULL: it is fetched towards the end */
 } m3_bounds;
 
 typedef struct m3_kernels {

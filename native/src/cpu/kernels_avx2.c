@@ -82,18 +82,25 @@ static inline __m128i sums_of(__m256i a, __m256i b, __m256i c, __m256i d) {
 
 static inline __m256i codes16(const int8_t *p) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p)); }
 
+/* What is fetched while key j is worked on. */
+static inline const char *fetched(const m3_bounds *p, int64_t j) {
+  int64_t at = j * p->stride + FETCH_AHEAD, beyond = at - p->n * p->stride;
+  return beyond >= 0 && p->next ? (const char *)p->next + beyond : (const char *)p->codes + at;
+}
+
 static void bounds(const m3_bounds *p) {
   __m128 best = _mm_set1_ps(-INFINITY), bad = _mm_setzero_ps();
   const int16_t *q = p->queries;
   for (int64_t j = 0; j < p->n; j += 2) { /* two keys share the loads of the queries */
     bool two = j + 1 < p->n;
+    const char *ahead = fetched(p, j);
     const int8_t *k0 = p->codes + j * p->stride, *k1 = two ? k0 + p->stride : k0;
     __m256i s[8];
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++) s[i] = _mm256_setzero_si256();
     for (int64_t i = 0; i < p->stride; i += 16) {
       __m256i a = codes16(k0 + i), b = codes16(k1 + i);
-      _mm_prefetch((const char *)k0 + i * 2 + FETCH_AHEAD, _MM_HINT_T0);
+      _mm_prefetch(ahead + i * 2, _MM_HINT_T0);
 #pragma GCC unroll 4
       for (int h = 0; h < 4; h++) {
         __m256i x = _mm256_loadu_si256((const __m256i *)(q + h * p->stride + i));

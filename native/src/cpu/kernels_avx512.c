@@ -88,18 +88,25 @@ static inline __m128i sums_of(__m512i a, __m512i b, __m512i c, __m512i d) {
 
 static inline __m512i codes32(const int8_t *p) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)p)); }
 
+/* What is fetched while key j is worked on. */
+static inline const char *fetched(const m3_bounds *p, int64_t j) {
+  int64_t at = j * p->stride + FETCH_AHEAD, beyond = at - p->n * p->stride;
+  return beyond >= 0 && p->next ? (const char *)p->next + beyond : (const char *)p->codes + at;
+}
+
 static void bounds(const m3_bounds *p) {
   __m128 best = _mm_set1_ps(-INFINITY), bad = _mm_setzero_ps();
   const int16_t *q = p->queries;
   for (int64_t j = 0; j < p->n; j += 2) { /* two keys share the loads of the queries */
     bool two = j + 1 < p->n;
+    const char *ahead = fetched(p, j);
     const int8_t *k0 = p->codes + j * p->stride, *k1 = two ? k0 + p->stride : k0;
     __m512i s[8];
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++) s[i] = _mm512_setzero_si512();
     for (int64_t i = 0; i < p->stride; i += 32) {
       __m512i a = codes32(k0 + i), b = codes32(k1 + i);
-      _mm_prefetch((const char *)k0 + i * 2 + FETCH_AHEAD, _MM_HINT_T0);
+      _mm_prefetch(ahead + i * 2, _MM_HINT_T0);
 #pragma GCC unroll 4
       for (int h = 0; h < 4; h++) {
         __m512i x = _mm512_loadu_si512(q + h * p->stride + i);

@@ -79,15 +79,18 @@ bool m3_low_bit_queries_of(const m3_hparams *h, const float *q, int64_t first, m
   return true;
 }
 
-void m3_low_bit_bounds(const m3_hparams *h, const m3_kernels *kernels, const void *pages, int64_t page, int64_t n,
+void m3_low_bit_bounds(const m3_hparams *h, const m3_kernels *kernels, const m3_low_bit_tokens *tokens,
                        const m3_low_bit_queries *queries, float out[4]) {
-  const char *base = (const char *)pages + page * m3_low_bit_page_bytes(h);
+  int64_t page_bytes = m3_low_bit_page_bytes(h);
+  const char *base = (const char *)tokens->pages + tokens->page * page_bytes;
   const float *pairs = (const float *)(const void *)base;
-  kernels->bounds(&(m3_bounds){.codes = (const int8_t *)(pairs + 2 * (int64_t)h->block_size),
-                               .pairs = pairs,
-                               .n = n,
-                               .stride = m3_low_bit_stride(h->index_dim),
-                               .queries = queries->codes,
-                               .factors = queries->factors,
-                               .out = out});
+  kernels->bounds(
+      &(m3_bounds){.codes = (const int8_t *)(pairs + 2 * (int64_t)h->block_size),
+                   .pairs = pairs,
+                   .n = tokens->n,
+                   .stride = m3_low_bit_stride(h->index_dim),
+                   .queries = queries->codes,
+                   .factors = queries->factors,
+                   .out = out,
+                   .next = tokens->next < 0 ? NULL : (const char *)tokens->pages + tokens->next * page_bytes});
 }

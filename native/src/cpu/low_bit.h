@@ -35,8 +35,14 @@ typedef struct m3_low_bit_queries {
  * that bounds cannot be trusted. */
 bool m3_low_bit_queries_of(const m3_hparams *h, const float *q, int64_t first, m3_low_bit_queries *out);
 
-/* Bounds of the first n tokens of a page for four queries. */
-void m3_low_bit_bounds(const m3_hparams *h, const m3_kernels *kernels, const void *pages, int64_t page, int64_t n,
+/* The first n tokens of a page, and the page that is read next (-1: none). */
+typedef struct m3_low_bit_tokens {
+  const void *pages;
+  int64_t page, n, next;
+} m3_low_bit_tokens;
+
+/* Their bounds for four queries. */
+void m3_low_bit_bounds(const m3_hparams *h, const m3_kernels *kernels, const m3_low_bit_tokens *tokens,
                        const m3_low_bit_queries *queries, float out[4]);
 
 #endif

@@ -137,11 +137,11 @@ static bool select_rows(const m3_context *c, const m3_select_params *p, int64_t 
   return finite;
 }
 
-static bool select_tiles(const m3_context *c, const m3_select_params *p) {
-  int64_t wanted = 4 * (int64_t)c->scratch->n_threads, size = p->rows->n / wanted, most = rows_together(c->hparams);
+static bool select_tiles(const m3_context *c, const m3_select_params *p, int32_t threads) {
+  int64_t wanted = 4 * (int64_t)threads, size = p->rows->n / wanted, most = rows_together(c->hparams);
   size = size < 1 ? 1 : size > most ? most : size;
   bool finite = true;
-#pragma omp parallel num_threads(c->scratch->n_threads) reduction(&& : finite)
+#pragma omp parallel num_threads(threads) reduction(&& : finite)
   {
     m3_select_buffers b = m3_select_buffers_of(c, p, m3_thread_index());
 #pragma omp for schedule(dynamic)
@@ -191,13 +191,16 @@ static bool select_single(const m3_context *c, const m3_select_params *p, int64_
 
 bool m3_cpu_select(const m3_context *c, const m3_select_params *p) {
   bool low_bit = p->cache.low_bit && p->rows->n <= LOW_BIT_ROWS && p->max_blocks >= p->low_bit_from;
-  if (p->scores || (p->rows->n >= 2 * c->scratch->n_threads && !low_bit)) return select_tiles(c, p);
+  const m3_hparams *h = c->hparams;
+  int64_t keys = p->max_blocks > h->top_k || p->scores ? p->max_blocks * h->block_size : 0;
+  int32_t threads = m3_threads_for(c, (int64_t)p->rows->n * h->n_index_head * h->index_dim * keys);
+  if (p->scores || (p->rows->n >= 2 * threads && !low_bit)) return select_tiles(c, p, threads);
   bool finite = true;
   for (int64_t row = 0; row < p->rows->n; row++) {
     int64_t n_blocks = m3_seen_blocks(c, p, row);
     if (!chooses(c, p, row)) {
-      for (int64_t head = 0; head < c->hparams->n_index_head; head++)
-        m3_block_list_all(c->hparams, n_blocks, m3_list_of(c, p, row, head));
+      for (int64_t head = 0; head < h->n_index_head; head++)
+        m3_block_list_all(h, n_blocks, m3_list_of(c, p, row, head));
       continue;
     }
     if (low_bit && n_blocks >= p->low_bit_from && m3_select_low_bit(c, p, row, &finite)) continue;

@@ -20,11 +20,12 @@ typedef struct scan {
 
 static void bound_block(const scan *s, int64_t block, const m3_low_bit_queries *queries) {
   const m3_hparams *h = s->c->hparams;
-  int64_t page = s->p->rows->tables[s->p->rows->seq[s->row]][block];
+  const int32_t *table = s->p->rows->tables[s->p->rows->seq[s->row]];
+  m3_low_bit_tokens tokens = {s->p->cache.low_bit, table[block], m3_seen_tokens(s->c, s->p, s->row, block),
+                              block + 1 < s->n_blocks ? table[block + 1] : -1};
   for (int64_t first = 0; first < h->n_index_head; first += 4) {
     float bounds[4];
-    m3_low_bit_bounds(h, s->c->kernels, s->p->cache.low_bit, page, m3_seen_tokens(s->c, s->p, s->row, block),
-                      &queries[first / 4], bounds);
+    m3_low_bit_bounds(h, s->c->kernels, &tokens, &queries[first / 4], bounds);
     for (int64_t i = 0; i < 4 && first + i < h->n_index_head; i++)
       s->shared.scores[(first + i) * s->p->max_blocks + block] = bounds[i];
   }
