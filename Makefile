@@ -39,7 +39,7 @@ endif
 %/version.o: ISA := -DM3_VERSION_STRING='"$(VERSION)"'
 
 .PHONY: all native install demo test check-native test-aarch64 test-lowest lint format oracle golden \
-  scale bench-convert clean nano-data train-nano compare-nano evaluate-nano check-nano
+  scale bench-convert bench-msa clean nano-data train-nano compare-nano evaluate-nano check-nano
 .SECONDARY:
 all: native
 
@@ -158,12 +158,12 @@ lint: install
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	$(VENV)/bin/clang-format --dry-run --Werror $(SOURCES) $(HEADERS) $(wildcard tests/native/*.c) $(C_TEST_HEADERS)
+	$(VENV)/bin/clang-format --dry-run --Werror $(SOURCES) $(HEADERS) $(wildcard tests/native/*.c tests/bench/*.c) $(C_TEST_HEADERS)
 
 format: install
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/ruff check --fix .
-	$(VENV)/bin/clang-format -i $(SOURCES) $(HEADERS) $(wildcard tests/native/*.c) $(C_TEST_HEADERS)
+	$(VENV)/bin/clang-format -i $(SOURCES) $(HEADERS) $(wildcard tests/native/*.c tests/bench/*.c) $(C_TEST_HEADERS)
 
 # ------------------------------------------------------------------------------------------------ references
 
@@ -193,6 +193,15 @@ TORCH ?= $(REFERENCE_PY)
 bench-convert: install $(if $(LLAMA),$(if $(filter $(REFERENCE_PY),$(TORCH)),$(REFERENCE)))
 	PYTHONPATH=tests $(PY) tests/bench/convert.py --folder $(SCALE_FOLDER) \
 	  $(if $(LLAMA),--llama $(LLAMA) --script $(SCRIPT) --torch $(TORCH) --csv tests/bench/convert.csv)
+
+# Time of selection and attention of one layer.
+bench-msa: build/release/bench/msa
+	@$<
+
+build/release/bench/%: tests/bench/%.c $(C_TEST_HEADERS) $(OBJECTS)
+	@mkdir -p $(@D)
+	@echo "LD $@" >&2
+	$(Q)$(CC) $(BASE) $(CFLAGS) -Itests/native -o $@ $< $(OBJECTS) -lm
 
 # ------------------------------------------------------------------------------------------------ m3-nano
 

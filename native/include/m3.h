@@ -37,7 +37,7 @@ extern "C" {
 
 /* [declarations] The part down to [end of declarations] is free of macros and is read by cffi as it stands. */
 
-#define M3_ABI_VERSION 4
+#define M3_ABI_VERSION 5
 
 /* Limits. A file or an option beyond them is refused by name. */
 #define M3_MAX_LAYERS 1024
@@ -121,6 +121,15 @@ typedef enum m3_attention {
   M3_ATTENTION_SPARSE = 0, /* what the model was trained for */
   M3_ATTENTION_DENSE = 1   /* every layer reads every visible token: out of distribution for the sparse layers */
 } m3_attention;
+
+/* How one or a few queries (decoding) find their blocks. The lists are the same, bit for bit. */
+typedef enum m3_index_scan {
+  M3_INDEX_SCAN_AUTO = 0,   /* low-bit where it was measured to pay: from contexts of 32,768 tokens on */
+  M3_INDEX_SCAN_FULL = 1,   /* reads every index key */
+  M3_INDEX_SCAN_LOW_BIT = 2 /* reads int8 copies with the norm of their error, which bound the scores, and then the keys
+                             * of the blocks that the bounds do not rule out. The copies add 8 bytes and one byte a
+                             * channel (in 32s) to each index key */
+} m3_index_scan;
 
 /* Version of this interface (M3_ABI_VERSION of the library). */
 int32_t m3_abi_version(void);
@@ -335,6 +344,7 @@ typedef struct m3_session_options {
   int32_t kv_type;     /* F32 (which is 0), F16, BF16, or Q8_0 and Q4_0 where 32 divides head_dim */
   int32_t index_type;  /* the same for index_dim */
   int32_t attention;   /* an m3_attention */
+  int32_t index_scan;  /* an m3_index_scan; LOW_BIT on a backend without it is M3_ERROR_UNSUPPORTED */
   int32_t n_threads;   /* 0 takes all cores (see M3_FEW_THREADS). The result does not depend on it */
   int32_t chunk;       /* rows evaluated together, 0 is 512. The result does not depend on it */
   int32_t layer_first; /* layers [layer_first, layer_first + layer_count); a count of 0 is all from layer_first. A */
@@ -349,7 +359,7 @@ typedef struct m3_session_options {
  * blocks, n_index_head * number of blocks for scores, n_head * top_k for masses). */
 typedef struct m3_memory {
   uint64_t kv_bytes;
-  uint64_t index_bytes;
+  uint64_t index_bytes;   /* with low-bit copies, if the session keeps them */
   uint64_t scratch_bytes; /* grows with the chunk, not with chunk * context, unless scores are recorded; sums that
                            * M3_RECORD_IMPORTANCE asks for are part of it */
 } m3_memory;
@@ -452,6 +462,10 @@ typedef struct m3_importance {
  * sums differ as far as the activations do, by float32 rounding. Sums are finite: an eval that computes NaN or
  * infinity fails. */
 m3_status m3_session_importance(const m3_session *session, const char *tensor, const m3_importance *out, m3_error *err);
+
+/* Work of low-bit index scans in all evals so far: blocks that were bounded, and how many of them were then scored
+ * exactly; counted once a row and layer. Both 0 while no scan was low-bit. */
+void m3_session_scan(const m3_session *session, int64_t *bounded, int64_t *rescored);
 
 /* Pages in use and in all (a page holds block_size tokens of every layer of the window). */
 void m3_session_pages(const m3_session *session, int64_t *used, int64_t *total);

@@ -26,10 +26,12 @@ typedef struct m3_rows {
 } m3_rows;
 
 /* Pages of one layer. A page is one block: K and V [n_pages, n_head_kv, block_size, head_dim], index keys
- * [n_pages, block_size, index_dim] in a sparse layer, else NULL. */
+ * [n_pages, block_size, index_dim] in a sparse layer, else NULL. low_bit: copies of the index keys in few bits in pages
+ * of the backend's own layout, or NULL. */
 typedef struct m3_layer_cache {
   void *k, *v, *index;
   int32_t kv_type, index_type;
+  void *low_bit;
 } m3_layer_cache;
 
 /* Buffers between operations, sized for the chunk (see list_buffers in session.c). */
@@ -41,8 +43,9 @@ typedef struct m3_scratch {
   float *index_k;    /* [chunk, index_dim] */
   float *attended;   /* [chunk, n_head * head_dim] */
   float *gate, *up;  /* [max of chunk * n_ff, chunk * n_ff_shared, chunk * n_expert_used * n_ff_expert] */
-  float *expert_in;  /* [chunk * n_expert_used, n_embd] inputs of experts, if summed; sums of their outputs */
+  float *expert_in;  /* [chunk * n_expert_used, n_embd] inputs of experts by expert, where needed; sums of outputs */
   float *expert_out; /* [chunk * n_expert_used, n_embd] */
+  float *logits;     /* [chunk, n_expert] of the router */
   int32_t *experts;  /* [chunk, n_expert_used] ascending ids */
   float *weights;    /* [chunk, n_expert_used] */
   int32_t *blocks;   /* [chunk, n_index_head, top_k] */
@@ -51,6 +54,7 @@ typedef struct m3_scratch {
   float *thread;     /* [n_threads, thread_floats] */
   int64_t thread_floats;
   int32_t n_threads;
+  int64_t blocks_bounded, blocks_rescored; /* counted by selection with low-bit keys */
 } m3_scratch;
 
 /* What the weight matrices of a layer are multiplied with; several share one. */
@@ -99,14 +103,16 @@ typedef struct m3_prepare_params {
 } m3_prepare_params;
 
 /* Block lists from scratch index_q and the index keys: score(j) = q . k_j in float32, block score = maximum over the
- * visible tokens, the last local_blocks blocks rank first, ties to the lower id. */
+ * visible tokens, the last local_blocks blocks rank first, ties to the lower id. With low-bit copies blocks may be left
+ * out that a bound proves to be out of the list; the lists are the same. */
 typedef struct m3_select_params {
   const m3_rows *rows;
   m3_layer_cache cache;
-  int32_t *blocks;    /* out [n, n_index_head, top_k] ascending, padded with -1 */
-  float *scores;      /* out [n, n_index_head, n_blocks] before local blocks are forced, or NULL */
-  int64_t n_blocks;   /* row stride of scores */
-  int64_t max_blocks; /* blocks of the longest visible prefix in the chunk; bounds the work buffer */
+  int32_t *blocks;      /* out [n, n_index_head, top_k] ascending, padded with -1 */
+  float *scores;        /* out [n, n_index_head, n_blocks] before local blocks are forced, or NULL */
+  int64_t n_blocks;     /* row stride of scores */
+  int64_t max_blocks;   /* blocks of the longest visible prefix in the chunk; bounds the work buffer */
+  int64_t low_bit_from; /* visible blocks from which low-bit copies are worth it */
 } m3_select_params;
 
 /* Causal softmax attention of scratch q over the listed blocks, or over all visible blocks if blocks is NULL. */
@@ -168,6 +174,9 @@ typedef struct m3_backend {
   void (*copy)(void *dst, const void *src, uint64_t bytes); /* within the device */
   void (*page_copy)(const m3_page_params *p);
   void (*page_poison)(const m3_page_params *p); /* fills dst with NaN (all bits set) */
+
+  /* Bytes of a page of low-bit copies; NULL: the backend has none. */
+  int64_t (*low_bit_page_bytes)(const m3_hparams *hparams);
 
   /* Floats of the per-thread buffer that the operations need, for sequences of at most max_blocks blocks. */
   int64_t (*thread_floats)(const m3_hparams *hparams, int64_t max_blocks);

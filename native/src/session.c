@@ -60,12 +60,24 @@ static m3_status complete_options(const m3_model *m, const m3_session_options *i
                      (int)o->layer_first);
   if (!status && o->record & M3_RECORD_IMPORTANCE && !m->backend->head_input)
     status = m3_fail(err, M3_ERROR_UNSUPPORTED, "backend %s does not record importance; cpu does", m->backend->name);
+  if (!status) status = check_range("index_scan", o->index_scan, M3_INDEX_SCAN_AUTO, M3_INDEX_SCAN_LOW_BIT, err);
+  if (!status && o->index_scan == M3_INDEX_SCAN_LOW_BIT && !m->backend->low_bit_page_bytes)
+    status = m3_fail(err, M3_ERROR_UNSUPPORTED, "index_scan low_bit: backend %s has no low-bit index keys; cpu has",
+                     m->backend->name);
   if (!status) status = check_range("flags", o->flags, 0, M3_SESSION_POISON, err);
   if (!status) status = check_cache_type(o->kv_type, m->hparams.head_dim, "kv_type", err);
   if (!status) status = check_cache_type(o->index_type, m->hparams.index_dim, "index_type", err);
   /* A chunk longer than everything the session can hold would only cost memory. */
   if (!status && o->chunk > o->context * o->sequences) o->chunk = (int32_t)(o->context * o->sequences);
   return status;
+}
+
+/* Low-bit copies by themselves: where a sequence can grow so long that they were measured to pay, and where they are
+ * smaller than the keys. */
+static bool keeps_low_bit(const m3_model *m, const m3_session_options *o) {
+  if (o->index_scan != M3_INDEX_SCAN_AUTO) return o->index_scan == M3_INDEX_SCAN_LOW_BIT;
+  bool smaller = o->index_type == M3_TYPE_F32 || o->index_type == M3_TYPE_F16 || o->index_type == M3_TYPE_BF16;
+  return m->backend->low_bit_page_bytes && smaller && o->context >= M3_LOW_BIT_TOKENS;
 }
 
 static m3_cache_options cache_options(const m3_model *m, const m3_session_options *o) {
@@ -79,6 +91,7 @@ static m3_cache_options cache_options(const m3_model *m, const m3_session_option
       .layer_first = o->layer_first,
       .layer_count = o->layer_count,
       .sparse = o->attention == M3_ATTENTION_SPARSE,
+      .low_bit = keeps_low_bit(m, o),
       .poison = (o->flags & M3_SESSION_POISON) != 0,
       .page_seed = o->page_seed,
   };
@@ -122,6 +135,7 @@ static int list_buffers(m3_session *s, const m3_model *m, const m3_session_optio
       {(void **)&w->up, mlp, sizeof(float), false},
       {(void **)&w->expert_in, pairs * h->n_embd, sizeof(float), false},
       {(void **)&w->expert_out, pairs * h->n_embd, sizeof(float), false},
+      {(void **)&w->logits, rows * h->n_expert, sizeof(float), false},
       {(void **)&w->experts, pairs, sizeof(int32_t), false},
       {(void **)&w->weights, pairs, sizeof(float), false},
       {(void **)&w->blocks, rows * h->n_index_head * h->top_k, sizeof(int32_t), false},
@@ -490,6 +504,11 @@ m3_status m3_session_mass(const m3_session *s, int32_t layer, float *dst, int64_
 }
 
 int64_t m3_session_n_blocks(const m3_session *s) { return s->last_rows ? s->last_blocks : 0; }
+
+void m3_session_scan(const m3_session *s, int64_t *bounded, int64_t *rescored) {
+  *bounded = s->scratch.blocks_bounded;
+  *rescored = s->scratch.blocks_rescored;
+}
 
 void m3_session_pages(const m3_session *s, int64_t *used, int64_t *total) {
   *used = s->cache.n_pages - s->cache.n_free;

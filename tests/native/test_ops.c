@@ -184,7 +184,7 @@ static void run_select_and_attend(const engine *e, world *w) {
   int64_t blocks = blocks_of_case(c), lists = (int64_t)w->n * c->n_head_kv;
   float *scores = keep(w, (size_t)(lists * blocks) * sizeof(float));
   int32_t *with_scores = keep(w, (size_t)(lists * c->top_k) * sizeof(int32_t));
-  m3_select_params p = {&w->rows, w->cache, with_scores, scores, blocks, blocks};
+  m3_select_params p = {&w->rows, w->cache, with_scores, scores, blocks, blocks, 0};
   CHECK(e->backend->select(&x, &p), "%s, %s: not finite", c->name, e->kernels->name);
   p.blocks = w->scratch.blocks;
   p.scores = NULL;

@@ -140,7 +140,7 @@ static inline void new_cache(world *w) {
   w->rows.tables = tables;
   size_t kv = (size_t)w->n_pages * (size_t)(c->n_head_kv * c->block_size * m3_row_bytes(c->kv_type, c->head_dim));
   size_t index = (size_t)w->n_pages * (size_t)(c->block_size * m3_row_bytes(c->index_type, c->index_dim));
-  w->cache = (m3_layer_cache){keep(w, kv), keep(w, kv), keep(w, index), c->kv_type, c->index_type};
+  w->cache = (m3_layer_cache){keep(w, kv), keep(w, kv), keep(w, index), c->kv_type, c->index_type, NULL};
   memset(w->cache.k, 0xff, kv);
   memset(w->cache.v, 0xff, kv);
   memset(w->cache.index, 0xff, index);
@@ -202,6 +202,7 @@ static inline void new_scratch(world *w, const m3_backend *b, int32_t threads) {
   s->up = keep(w, (size_t)widest * sizeof(float));
   s->expert_in = keep(w, (size_t)(pairs * c->n_embd) * sizeof(float));
   s->expert_out = keep(w, (size_t)(pairs * c->n_embd) * sizeof(float));
+  s->logits = keep(w, (size_t)(n * c->n_expert) * sizeof(float));
   s->experts = keep(w, (size_t)pairs * sizeof(int32_t));
   s->weights = keep(w, (size_t)pairs * sizeof(float));
   s->blocks = keep(w, (size_t)(n * c->n_head_kv * c->top_k) * sizeof(int32_t));

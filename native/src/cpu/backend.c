@@ -1,6 +1,7 @@
 #include <string.h>
 
 #include "cpu/cpu.h"
+#include "cpu/low_bit.h"
 
 static void *cpu_alloc(uint64_t bytes) { return m3_alloc(bytes, 1); }
 
@@ -17,13 +18,8 @@ static void page_poison(const m3_page_params *p) {
 static int64_t max2(int64_t a, int64_t b) { return a > b ? a : b; }
 
 static int64_t thread_floats(const m3_hparams *h, int64_t max_blocks) {
-  int64_t group = h->n_head / h->n_head_kv;
-  int64_t widest =
-      max2(max2(h->n_embd, (int64_t)h->n_head * h->head_dim), max2(h->n_ff, max2(h->n_ff_expert, h->n_ff_shared)));
-  int64_t matmul = m3_matmul_floats(widest);
-  int64_t select = h->n_index_head * max_blocks + h->top_k + (int64_t)h->block_size * h->index_dim;
-  int64_t attend = (int64_t)h->block_size * h->head_dim + group * (h->block_size + h->head_dim + 2);
-  int64_t floats = max2(max2(matmul, select), max2(attend, 2 * h->n_expert));
+  int64_t floats =
+      max2(max2(m3_matmul_floats(), m3_select_floats(h, max_blocks)), max2(m3_attend_floats(h), 2 * h->n_expert));
   return (floats + 15) & ~(int64_t)15; /* whole cache lines, so that threads do not share one */
 }
 
@@ -41,6 +37,7 @@ const m3_backend m3_cpu_backend = {
     .copy = copy,
     .page_copy = page_copy,
     .page_poison = page_poison,
+    .low_bit_page_bytes = m3_low_bit_page_bytes,
     .thread_floats = thread_floats,
     .input_bytes = input_bytes,
     .embed = m3_cpu_embed,

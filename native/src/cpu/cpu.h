@@ -35,14 +35,19 @@ typedef struct m3_matmul_params {
    */
   const int32_t *start; /* [n_experts + 1] */
   int32_t n_experts;
-  const int32_t *rows; /* [start[n_experts]] the row of x that each row of y is of; NULL: that of the same number */
+  const int32_t *rows; /* [start[n_experts]] the row of x that each row of y is of; NULL: that of the same number.
+                          Only where all weights are of block types */
   bool add;            /* to y, else y is written */
 } m3_matmul_params;
 
 void m3_matmul(const m3_context *c, const m3_matmul_params *p);
 
-/* Floats of the per-thread buffer that products with inputs of up to `widest` columns need. */
-int64_t m3_matmul_floats(int64_t widest);
+/* Floats of the per-thread buffer that it needs. */
+int64_t m3_matmul_floats(void);
+
+/* Floats of the per-thread buffer that attention and selection need. */
+int64_t m3_attend_floats(const m3_hparams *h);
+int64_t m3_select_floats(const m3_hparams *h, int64_t max_blocks);
 
 /* out[i] = x[i] / sqrt(mean(x^2) + eps) * weight[i] for one row of n; out may be x. */
 void m3_rms_norm(const m3_context *c, const float *x, const float *weight, int64_t n, float *out);
