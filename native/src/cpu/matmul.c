@@ -192,7 +192,7 @@ void m3_matmul(const m3_context *c, const m3_matmul_params *p) {
   for (int32_t f = 0; f < p->n_factors; f++) rounded |= m3_coding_of(p->factors[f].weight->tensor->type) != NULL;
   pieces all;
   list_pieces(p, &all);
-  int32_t threads = m3_threads_for(c, work_of(p));
+  int32_t threads = m3_threads_for(c, work_of(p) / 4); /* a multiply-add of a product is cheap */
   /* Tiles cost unequally much where experts have unequally many rows: threads fetch them in small lots. */
   int64_t lot = all.n / (8 * threads) + 1;
 #pragma omp parallel num_threads(threads)
