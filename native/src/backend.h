@@ -47,7 +47,7 @@ typedef struct m3_scratch {
   float *index_k;    /* [chunk, index_dim] */
   float *attended;   /* [chunk, n_head * head_dim] */
   float *gate, *up;  /* [max of chunk * n_ff, chunk * n_ff_shared, chunk * n_expert_used * n_ff_expert] */
-  float *expert_in;  /* [chunk * n_expert_used, n_embd] inputs of experts, if summed; sums of their outputs */
+  float *expert_in;  /* [chunk * n_expert_used, n_embd] inputs of experts by expert, where needed; sums of outputs */
   float *expert_out; /* [chunk * n_expert_used, n_embd] */
   float *logits;     /* [chunk, n_expert] of the router */
   int32_t *experts;  /* [chunk, n_expert_used] ascending ids */

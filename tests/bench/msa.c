@@ -76,7 +76,7 @@ static void copy_keys(world *w) {
 }
 
 static void measure(const m3_kernels *k, world *w, operation what, double peak, double read) {
-  m3_context x = {&w->h, k, &w->scratch, NULL};
+  m3_context x = {.hparams = &w->h, .kernels = k, .scratch = &w->scratch};
   m3_select_params s = {
       .rows = &w->rows, .cache = w->cache, .blocks = w->scratch.blocks, .max_blocks = blocks_of_case(&w->c)};
   if (what != SELECT_LOW_BIT) s.cache.low_bit = NULL;

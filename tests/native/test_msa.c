@@ -31,7 +31,7 @@ static msa_result run_msa(const engine *e, world *w, int32_t first, int32_t n) {
   m3_scratch scratch = w->scratch;
   scratch.q += (int64_t)first * c->n_head * c->head_dim;
   scratch.index_q += (int64_t)first * c->n_head_kv * c->index_dim;
-  m3_context x = {&w->h, e->kernels, &scratch, NULL};
+  m3_context x = {.hparams = &w->h, .kernels = e->kernels, .scratch = &scratch};
   m3_rows rows = w->rows;
   rows.n = n, rows.seq += first, rows.pos += first;
   msa_result r = {.n_lists = (int64_t)n * c->n_head_kv * c->top_k,
@@ -179,7 +179,7 @@ static void compare_scans(const engine *e, world *w, int32_t row, const char *wh
   const op_case *c = &w->c;
   m3_scratch scratch = w->scratch;
   scratch.index_q += (int64_t)row * c->n_head_kv * c->index_dim;
-  m3_context x = {&w->h, e->kernels, &scratch, NULL};
+  m3_context x = {.hparams = &w->h, .kernels = e->kernels, .scratch = &scratch};
   m3_rows rows = w->rows;
   rows.n = 1, rows.seq += row, rows.pos += row;
   int64_t n = (int64_t)c->n_head_kv * c->top_k;

@@ -11,6 +11,8 @@ enum { F32 = M3_TYPE_F32, F16 = M3_TYPE_F16, BF16 = M3_TYPE_BF16, Q8 = M3_TYPE_Q
 #define ODD_HEADS .n_head = 6, .n_head_kv = 3, .head_dim = 40, .index_dim = 24, .n_rot = 16, .block_size = 16
 #define SMALL_FFN \
   .n_embd = 96, .n_ff = 80, .n_ff_expert = 48, .n_ff_shared = 64, .n_expert = 5, .n_expert_used = 2, .n_vocab = 50
+#define SUPERBLOCK_FFN \
+  .n_embd = 512, .n_ff = 256, .n_ff_expert = 256, .n_ff_shared = 512, .n_expert = 5, .n_expert_used = 2, .n_vocab = 50
 #define ODD_FFN \
   .n_embd = 33, .n_ff = 37, .n_ff_expert = 29, .n_ff_shared = 58, .n_expert = 3, .n_expert_used = 3, .n_vocab = 17
 
@@ -52,6 +54,12 @@ static const op_case cases[] = {
      .kv_type = Q4, .index_type = F16},
     {"Q8_0 weights", M3_HEADS, SMALL_FFN, .top_k = 4, .local_blocks = 1, .n_sequences = 1, .n_rows = 5, .context = 600,
      .weight_type = Q8, .kv_type = F16},
+    {"Q4_K weights", M3_HEADS, SUPERBLOCK_FFN, .top_k = 4, .local_blocks = 1, .n_sequences = 1, .n_rows = 7,
+     .context = 600, .weight_type = M3_TYPE_Q4_K, .kv_type = F16},
+    {"Q6_K weights, many rows", M3_HEADS, SUPERBLOCK_FFN, .top_k = 4, .local_blocks = 1, .n_sequences = 1, .n_rows = 29,
+     .context = 600, .weight_type = M3_TYPE_Q6_K, .kv_type = F16},
+    {"IQ3_S weights", M3_HEADS, SUPERBLOCK_FFN, .top_k = 4, .local_blocks = 1, .n_sequences = 1, .n_rows = 2,
+     .context = 600, .weight_type = M3_TYPE_IQ3_S, .kv_type = F16},
     {"Q8_0, odd rows fall to F16", ODD_HEADS, ODD_FFN, .top_k = 4, .local_blocks = 1, .n_sequences = 1, .n_rows = 2,
      .context = 90, .weight_type = Q8},
     {"block 1024", .n_head = 2, .n_head_kv = 1, .head_dim = 32, .index_dim = 32, .n_rot = 32, .block_size = 1024,
@@ -391,10 +399,10 @@ static void check_definitions(const engine *e, const op_case *c) {
   for (int32_t row = 0; row < w->n; row++) {
     exact_head(w, row, q_roles, c->n_head - 1, c->head_dim, want);
     CHECK_CLOSE("q by definition", w->scratch.q + ((int64_t)row * c->n_head + c->n_head - 1) * c->head_dim, want,
-                c->head_dim, 1e-4);
+                c->head_dim, 10 * rounding(c));
     exact_head(w, row, index_roles, 0, c->index_dim, want);
     CHECK_CLOSE("index q by definition", w->scratch.index_q + (int64_t)row * c->n_head_kv * c->index_dim, want,
-                c->index_dim, 1e-4);
+                c->index_dim, 10 * rounding(c));
   }
   for (int step = 0; step < 2; step++) { /* the dense MLP, then router, experts and shared expert */
     memcpy(before, w->hidden, (size_t)(w->n * n_embd) * sizeof(float));
@@ -490,9 +498,7 @@ static void check_not_finite(const engine *e) {
 }
 
 /* Results must not depend on which rows share a chunk: a row alone gives the same bits as among others. */
-static void check_row_independence(const engine *e) {
-  op_case many = {"many rows",      ODD_HEADS,   SMALL_FFN,      .top_k = 3,       .local_blocks = 1,
-                  .n_sequences = 1, .n_rows = 9, .context = 150, .weight_type = Q8};
+static void check_row_independence(const engine *e, op_case many) {
   world *w = new_world(&many, e->backend, e->threads);
   float *start = keep(w, (size_t)(w->n * many.n_embd) * sizeof(float));
   memcpy(start, w->hidden, (size_t)(w->n * many.n_embd) * sizeof(float));
@@ -514,7 +520,7 @@ static void check_row_independence(const engine *e) {
     e->backend->shared(&x, &one);
     wait_for(e, w);
     CHECK(memcmp(w->hidden, all + row * many.n_embd, (size_t)many.n_embd * sizeof(float)) == 0,
-          "%s: row %d depends on its neighbours", e->name, row);
+          "%s, %s: row %d depends on its neighbours", many.name, e->name, row);
   }
   free_world(w);
 }
@@ -552,12 +558,20 @@ static void check_types(const engine *spec, const engine *e, int n_rows) {
     }
 }
 
+static const op_case independent[] = {
+    {"Q8_0 and F16 weights", ODD_HEADS, SMALL_FFN, .top_k = 3, .local_blocks = 1, .n_sequences = 1, .n_rows = 9,
+     .context = 150, .weight_type = Q8},
+    {"Q5_K weights", ODD_HEADS, SUPERBLOCK_FFN, .top_k = 3, .local_blocks = 1, .n_sequences = 1, .n_rows = 9,
+     .context = 150, .weight_type = M3_TYPE_Q5_K},
+    {"F32 weights", ODD_HEADS, ODD_FFN, .top_k = 3, .local_blocks = 1, .n_sequences = 1, .n_rows = 9, .context = 150},
+};
+
 static void run_all(const engine *spec, const engine *e, size_t n_cases) {
   printf("%s, %d threads\n", e->name, (int)e->threads);
   for (size_t k = 0; k < n_cases; k++) run_case(&cases[k], spec, e), check_definitions(e, &cases[k]);
   check_ties(e);
   check_not_finite(e);
-  check_row_independence(e);
+  for (size_t k = 0; k < sizeof independent / sizeof *independent; k++) check_row_independence(e, independent[k]);
 }
 
 /* `test_ops cuda` runs the GPU, `test_ops cuda few` less of it, for the slow tools; else the CPU. */

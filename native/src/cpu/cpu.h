@@ -35,7 +35,8 @@ typedef struct m3_matmul_params {
    */
   const int32_t *start; /* [n_experts + 1] */
   int32_t n_experts;
-  const int32_t *rows; /* [start[n_experts]] the row of x that each row of y is of; NULL: that of the same number */
+  const int32_t *rows; /* [start[n_experts]] the row of x that each row of y is of; NULL: that of the same number.
+                          Only where all weights are of block types */
   bool add;            /* to y, else y is written */
 } m3_matmul_params;
 

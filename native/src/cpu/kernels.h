@@ -79,6 +79,7 @@ typedef struct m3_kernels {
   float (*exp_sum)(float *x, int64_t n, float shift, float scale);
 
   void (*bounds)(const m3_bounds *p);
+
   /* Products with weights of block types. */
   const m3_products *products;
 

@@ -148,20 +148,20 @@ static void q8_0_to_f32(const void *src, float *dst, int64_t n) {
   }
 }
 
-#define WITH_PRODUCTS(which)                   \
+#define TABLE(integers)                        \
   {                                            \
       .name = "avx512",                        \
       VECTOR_KERNELS,                          \
       .bounds = bounds,                        \
-      .products = (which),                     \
+      .products = integers,                    \
       .to_f32 = {[M3_TYPE_F16] = f16_to_f32,   \
                  [M3_TYPE_BF16] = bf16_to_f32, \
                  [M3_TYPE_Q8_0] = q8_0_to_f32, \
                  M3_AVX2_DECODERS},            \
   }
 
-const m3_kernels m3_kernels_avx512 = WITH_PRODUCTS(&m3_products_avx512);
-const m3_kernels m3_kernels_avx512_vnni = WITH_PRODUCTS(&m3_products_avx512_vnni);
+const m3_kernels m3_kernels_avx512 = TABLE(&m3_products_avx512);
+const m3_kernels m3_kernels_avx512_vnni = TABLE(&m3_products_avx512_vnni);
 #else
 typedef int m3_no_avx512;
 #endif

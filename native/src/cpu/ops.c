@@ -129,9 +129,8 @@ bool m3_cpu_router(const m3_context *c, const m3_ffn_params *p) {
   m3_scratch *s = c->scratch;
   norm_rows(c, p);
   m3_sum_squares(c, M3_INPUT_FFN, 0, s->normed, p->n);
-  const m3_weight *router = &p->layer->w[M3_ROUTER];
-  const m3_factor logits = {router, s->logits, c->hparams->n_expert};
-  m3_matmul(c, &(m3_matmul_params){.factors = &logits, .n_factors = 1, .x = s->normed, .n = p->n});
+  const m3_factor router = {&p->layer->w[M3_ROUTER], s->logits, c->hparams->n_expert};
+  m3_matmul(c, &(m3_matmul_params){.factors = &router, .n_factors = 1, .x = s->normed, .n = p->n});
   bool finite = true;
 #pragma omp parallel num_threads(m3_threads_for(c, 16 * (int64_t)p->n * c->hparams->n_expert)) reduction(&& : finite)
   {
@@ -168,15 +167,16 @@ static groups group_by_expert(const m3_hparams *h, const m3_scratch *s, int64_t 
   return (groups){start, place, row};
 }
 
-/* Adds the inputs of the experts to their sums, which takes them in the order of their rows. */
-static void sum_expert_inputs(const m3_context *c, const groups *g) {
-  const m3_hparams *h = c->hparams;
+/* Whether a weight is multiplied in float32, which takes rows that lie one behind the other. */
+static bool is_float(const m3_weight *w) { return !m3_coding_of(w->tensor->type); }
+
+/* The inputs of the experts in the order of the places. */
+static void gather(const m3_context *c, const groups *g) {
   const m3_scratch *s = c->scratch;
-  int64_t n_embd = h->n_embd;
-  for (int32_t i = 0; i < g->start[h->n_expert]; i++)
+  int64_t n_embd = c->hparams->n_embd, pairs = g->start[c->hparams->n_expert];
+#pragma omp parallel for num_threads(m3_threads_for(c, pairs *n_embd)) schedule(static)
+  for (int64_t i = 0; i < pairs; i++)
     memcpy(s->expert_in + i * n_embd, s->normed + g->row[i] * n_embd, (size_t)n_embd * sizeof(float));
-  for (int32_t e = 0; e < h->n_expert; e++)
-    m3_sum_squares(c, M3_INPUT_EXPERTS, e, s->expert_in + g->start[e] * n_embd, g->start[e + 1] - g->start[e]);
 }
 
 void m3_cpu_experts(const m3_context *c, const m3_ffn_params *p) {
@@ -185,14 +185,17 @@ void m3_cpu_experts(const m3_context *c, const m3_ffn_params *p) {
   const m3_weight *w = p->layer->w;
   int64_t used = h->n_expert_used, pairs = p->n * used, n_embd = h->n_embd;
   groups g = group_by_expert(h, s, pairs);
-  if (c->inputs) sum_expert_inputs(c, &g);
+  bool gathered = c->inputs || is_float(&w[M3_GATE_EXPS]) || is_float(&w[M3_UP_EXPS]);
+  if (gathered) gather(c, &g);
+  for (int32_t e = 0; c->inputs && e < h->n_expert; e++)
+    m3_sum_squares(c, M3_INPUT_EXPERTS, e, s->expert_in + g.start[e] * n_embd, g.start[e + 1] - g.start[e]);
   gated_mlp(c, &(gated){.w_gate = &w[M3_GATE_EXPS],
                         .w_up = &w[M3_UP_EXPS],
                         .w_down = &w[M3_DOWN_EXPS],
-                        .x = s->normed,
-                        .n = p->n,
+                        .x = gathered ? s->expert_in : s->normed,
+                        .n = gathered ? (int32_t)pairs : p->n,
                         .start = g.start,
-                        .rows = g.row,
+                        .rows = gathered ? NULL : g.row,
                         .y = s->expert_out,
                         .input = M3_INPUT_EXPERTS_DOWN});
 #pragma omp parallel for num_threads(m3_threads_for(c, pairs *n_embd)) schedule(static)

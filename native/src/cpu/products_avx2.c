@@ -4,6 +4,7 @@
 
 #include "cpu/products.h"
 #include "cpu/unpack_codebooks_avx2.h"
+#include "quant/lanes.h"
 
 enum { PANEL = 8 /* rows of weights that are worked on together */ };
 
@@ -20,26 +21,6 @@ typedef struct format {
 } format;
 
 /* ------------------------------------------------------------------------------------------------ panels */
-
-/* Eight rows of eight floats, `stride` apart, to columns. */
-INLINE void transpose8(const float *from, size_t stride, __m256 *to) {
-  __m256 a[8], b[8];
-  for (int k = 0; k < 4; k++) {
-    const float *p = from + (size_t)k * stride, *q = p + 4 * stride;
-    a[k] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(p)), _mm_loadu_ps(q), 1);
-    a[k + 4] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(p + 4)), _mm_loadu_ps(q + 4), 1);
-  }
-  for (int k = 0; k < 8; k += 4) {
-    b[k] = _mm256_unpacklo_ps(a[k], a[k + 1]);
-    b[k + 1] = _mm256_unpackhi_ps(a[k], a[k + 1]);
-    b[k + 2] = _mm256_unpacklo_ps(a[k + 2], a[k + 3]);
-    b[k + 3] = _mm256_unpackhi_ps(a[k + 2], a[k + 3]);
-    to[k] = _mm256_shuffle_ps(b[k], b[k + 2], 0x44);
-    to[k + 1] = _mm256_shuffle_ps(b[k], b[k + 2], 0xee);
-    to[k + 2] = _mm256_shuffle_ps(b[k + 1], b[k + 3], 0x44);
-    to[k + 3] = _mm256_shuffle_ps(b[k + 1], b[k + 3], 0xee);
-  }
-}
 
 enum { MOST_BYTES_256 = 272 /* of 256 elements; Q8_0 */ };
 
@@ -77,8 +58,8 @@ INLINE void scales_of_panel(const format *f, const panel *p, __m256 *s, __m256 *
   _Alignas(32) float scales[PANEL][16], minima[PANEL][16];
   for (int j = 0; j < PANEL; j++) f->scales(p->row[j], scales[j], minima[j]);
   for (int g = 0; g < f->groups; g += 8) {
-    transpose8(&scales[0][g], 16, s + g);
-    if (f->minima) transpose8(&minima[0][g], 16, m + g);
+    m3_transpose8(&scales[0][g], 16, (m3_f8 *)s + g);
+    if (f->minima) m3_transpose8(&minima[0][g], 16, (m3_f8 *)m + g);
   }
 }
 
@@ -185,7 +166,7 @@ INLINE void unpack_panel(const format f, const m3_weight_rows *w, int64_t first,
     }
     for (int64_t k = 0; k < 2 * groups; k++) {
       __m256 pairs[8];
-      transpose8((const float *)(const void *)v[k], 8, pairs);
+      m3_transpose8((const float *)(const void *)v[k], 8, (m3_f8 *)pairs);
       for (int p = 0; p < 8; p++) _mm256_store_ps((float *)(void *)out->q[column / 2 + 8 * k + p][first], pairs[p]);
     }
     __m256 s[16], m[16];
