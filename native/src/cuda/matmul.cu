@@ -33,8 +33,9 @@ struct multiply_params {
 };
 
 /* Columns 8 * run .. of a row of x; zeros past its end. */
+template <bool WHOLE>
 __device__ static inline void load_x(const float *x, uint32_t run, int32_t n_in, float *out) {
-  if (n_in % M3_RUN == 0) {
+  if (WHOLE) {
     const float4 *p = (const float4 *)x + 2 * run;
     float4 a = p[0], b = p[1];
     out[0] = a.x, out[1] = a.y, out[2] = a.z, out[3] = a.w, out[4] = b.x, out[5] = b.y, out[6] = b.z, out[7] = b.w;
@@ -43,7 +44,32 @@ __device__ static inline void load_x(const float *x, uint32_t run, int32_t n_in,
   }
 }
 
-template <int TYPE, int ROWS, int OUTS>
+/* Adds the products of one run of all rows of the tile. WHOLE: rows are a whole number of runs. */
+template <int TYPE, bool WHOLE, int ROWS, int OUTS>
+__device__ static __forceinline__ void add_run(const char *const (&w)[OUTS], const float *const (&x)[ROWS],
+                                               uint32_t run, int32_t n_in, float (&sum)[ROWS][OUTS]) {
+  m3_run a[OUTS];
+#pragma unroll
+  for (int o = 0; o < OUTS; o++) m3_load_run(TYPE, w[o], run, WHOLE ? M3_RUN : n_in, &a[o]);
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) {
+    float b[M3_RUN], whole = 0;
+    load_x<WHOLE>(x[r], run, n_in, b);
+    if (m3_has_min(TYPE)) whole = ((b[0] + b[1]) + (b[2] + b[3])) + ((b[4] + b[5]) + (b[6] + b[7]));
+#pragma unroll
+    for (int o = 0; o < OUTS; o++) {
+      /* scale * (q . x) - min * (sum of x): the weights need not be put together one by one. */
+      float dot = m3_is_plain(TYPE) ? sum[r][o] : 0;
+#pragma unroll
+      for (int j = 0; j < M3_RUN; j++) dot = fmaf(a[o].q[j], b[j], dot);
+      if (m3_is_plain(TYPE)) sum[r][o] = dot;
+      if (!m3_is_plain(TYPE)) sum[r][o] = fmaf(a[o].scale, dot, sum[r][o]);
+      if (m3_has_min(TYPE)) sum[r][o] = fmaf(-a[o].min, whole, sum[r][o]);
+    }
+  }
+}
+
+template <int TYPE, bool WHOLE, int ROWS, int OUTS>
 __global__ static void __launch_bounds__(WARPS * 32, ROWS == 1   ? 8
                                                      : ROWS == 4 ? 4
                                                                  : 3) multiply(multiply_params p) {
@@ -75,32 +101,11 @@ __global__ static void __launch_bounds__(WARPS * 32, ROWS == 1   ? 8
 #pragma unroll
     for (int o = 0; o < OUTS; o++) sum[r][o] = 0;
   }
-  uint32_t runs = (uint32_t)(p.n_in + M3_RUN - 1) / M3_RUN;
-  /* The lane's place in a block of 32 or 256 columns stays: only whole blocks pass. */
+  /* Whole blocks of 256 columns first: no lane leaves that loop before the others, and its place in a block stays. */
+  uint32_t runs = (uint32_t)(p.n_in + M3_RUN - 1) / M3_RUN, step = 0;
 #pragma unroll(ROWS == 1 ? 4 : 1)
-  for (uint32_t step = 0; step < runs; step += M3_WARP) {
-    uint32_t run = step | lane;
-    if (run >= runs) break;
-    m3_run a[OUTS];
-#pragma unroll
-    for (int o = 0; o < OUTS; o++) m3_load_run(TYPE, w[o], run, p.n_in, &a[o]);
-#pragma unroll
-    for (int r = 0; r < ROWS; r++) {
-      float b[M3_RUN], whole = 0;
-      load_x(x[r], run, p.n_in, b);
-      if (m3_has_min(TYPE)) whole = ((b[0] + b[1]) + (b[2] + b[3])) + ((b[4] + b[5]) + (b[6] + b[7]));
-#pragma unroll
-      for (int o = 0; o < OUTS; o++) {
-        /* scale * (q . x) - min * (sum of x): the weights need not be put together one by one. */
-        float dot = m3_is_plain(TYPE) ? sum[r][o] : 0;
-#pragma unroll
-        for (int j = 0; j < M3_RUN; j++) dot = fmaf(a[o].q[j], b[j], dot);
-        if (m3_is_plain(TYPE)) sum[r][o] = dot;
-        if (!m3_is_plain(TYPE)) sum[r][o] = fmaf(a[o].scale, dot, sum[r][o]);
-        if (m3_has_min(TYPE)) sum[r][o] = fmaf(-a[o].min, whole, sum[r][o]);
-      }
-    }
-  }
+  for (; step + M3_WARP <= runs; step += M3_WARP) add_run<TYPE, WHOLE, ROWS, OUTS>(w, x, step | lane, p.n_in, sum);
+  if ((step | lane) < runs) add_run<TYPE, WHOLE, ROWS, OUTS>(w, x, step | lane, p.n_in, sum);
 #pragma unroll
   for (int r = 0; r < ROWS; r++)
 #pragma unroll
@@ -112,23 +117,31 @@ __global__ static void __launch_bounds__(WARPS * 32, ROWS == 1   ? 8
     }
 }
 
-template <int TYPE, int ROWS, int OUTS>
+template <int TYPE, bool WHOLE, int ROWS, int OUTS>
 static void launch(m3_device_state *s, multiply_params &p) {
   unsigned blocks = 0;
   for (int i = 0; i < p.n_parts; i++) {
     p.parts[i].first_block = blocks;
     blocks += m3_blocks_for(p.parts[i].n_out, WARPS * OUTS);
   }
-  multiply<TYPE, ROWS, OUTS><<<blocks *(unsigned)p.max_groups, WARPS * M3_WARP, 0, s->stream>>>(p);
+  multiply<TYPE, WHOLE, ROWS, OUTS><<<blocks *(unsigned)p.max_groups, WARPS * M3_WARP, 0, s->stream>>>(p);
 }
 
-template <int TYPE>
+template <int TYPE, bool WHOLE>
 static void choose_tile(m3_device_state *s, multiply_params &p, int32_t rows) {
   switch (rows) {
-    case 1: launch<TYPE, 1, 2>(s, p); break;
-    case 4: launch<TYPE, 4, 4>(s, p); break;
-    default: launch<TYPE, 16, 4>(s, p); break;
+    case 1: launch<TYPE, WHOLE, 1, 2>(s, p); break;
+    case 4: launch<TYPE, WHOLE, 4, 4>(s, p); break;
+    default: launch<TYPE, WHOLE, 16, 4>(s, p); break;
   }
+}
+
+/* Rows that are no whole number of runs: of F32, F16 and BF16 only, as the other types have blocks of 32 or 256. */
+template <int TYPE>
+static void choose_ends(m3_device_state *s, multiply_params &p, int32_t rows) {
+  if constexpr (TYPE == M3_TYPE_F32 || TYPE == M3_TYPE_F16 || TYPE == M3_TYPE_BF16)
+    if (p.n_in % M3_RUN) return choose_tile<TYPE, false>(s, p, rows);
+  choose_tile<TYPE, true>(s, p, rows);
 }
 
 int32_t m3_cuda_group_rows(int64_t n) { return n <= 1 ? 1 : n <= 8 ? 4 : 16; }
@@ -136,7 +149,7 @@ int32_t m3_cuda_group_rows(int64_t n) { return n <= 1 ? 1 : n <= 8 ? 4 : 16; }
 static void choose_type(m3_device_state *s, int32_t type, multiply_params &p, int32_t rows) {
   switch (type) {
 #define TYPE(name) \
-  case M3_TYPE_##name: choose_tile<M3_TYPE_##name>(s, p, rows); break;
+  case M3_TYPE_##name: choose_ends<M3_TYPE_##name>(s, p, rows); break;
     TYPE(F32)
     TYPE(F16)
     TYPE(BF16)
