@@ -221,7 +221,7 @@ static void check_runs(void) {
     if (!m3_traits(type)) continue;
     int64_t block = m3_type_block_size(type), n = block == 1 ? 8 * N_BLOCKS : block * N_BLOCKS, different = 0;
     m3_traits(type)->to_f32(data, want, n);
-    for (int64_t run = 0; run < n / M3_RUN; run++) m3_decode_run(type, data, run, n, got + run * M3_RUN);
+    for (uint32_t run = 0; run < n / M3_RUN; run++) m3_decode_run(type, data, run, n, got + run * M3_RUN);
     for (int64_t i = 0; i < n; i++)
       different += !(isnan(got[i]) && isnan(want[i])) && memcmp(&got[i], &want[i], 4) != 0;
     CHECK(different == 0, "runs of %s: %lld of %lld elements differ", m3_type_name(type), (long long)different,

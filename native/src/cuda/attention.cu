@@ -40,6 +40,7 @@ struct attention_buffers {
   float *max, *all,
       *shrink; /* [heads] of the chunk: maximum, sum of exponentials, what older sums are multiplied with */
   float *total_max, *total_all;
+  int64_t *rows; /* [keys] of the tile in the cache */
   int32_t width;
 };
 
@@ -54,7 +55,8 @@ static __host__ __device__ int32_t up_to_4(int32_t n) { return (n + 3) & ~3; }
 
 static size_t shared_floats(const attention_params &p) {
   int32_t heads = up_to_4(p.heads), width = up_to_4(p.dim);
-  return (size_t)(heads * width + 2 * p.heads * p.dim + p.keys * (width + 4) + heads * p.keys + 5 * heads);
+  return (size_t)(heads * width + 2 * p.heads * p.dim + p.keys * (width + 4) + heads * p.keys + 5 * heads + 2 * p.keys +
+                  2);
 }
 
 __device__ static attention_buffers lay_out(const attention_params &p, float *shared) {
@@ -71,6 +73,7 @@ __device__ static attention_buffers lay_out(const attention_params &p, float *sh
   b.shrink = b.all + heads;
   b.total_max = b.shrink + heads;
   b.total_all = b.total_max + heads;
+  b.rows = (int64_t *)(((uintptr_t)(b.total_all + heads) + 7) & ~(uintptr_t)7);
   return b;
 }
 
@@ -94,23 +97,37 @@ __device__ static attention_work work_of(const attention_params &p) {
   return w;
 }
 
-/* Keys (or values) first .. first + n - 1 in the order of the list. */
-template <int TYPE>
-__device__ static void load_tile(const attention_params &p, const attention_work &w, const char *base, int32_t first,
-                                 int32_t n, const attention_buffers &b) {
-  int32_t runs = (p.dim + M3_RUN - 1) / M3_RUN;
-  for (int32_t i = threadIdx.x; i < n * runs; i += blockDim.x) {
-    int32_t j = i / runs, run = i % runs, key = first + j;
-    int64_t block = key / p.block_size;
+/* Where the keys first .. first + n - 1 in the order of the list stand in the cache. */
+__device__ static void find_rows(const attention_params &p, const attention_work &w, int32_t first, int32_t n,
+                                 const attention_buffers &b) {
+  for (int32_t j = threadIdx.x; j < n; j += blockDim.x) {
+    int64_t block = (first + j) / p.block_size;
     if (w.list) block = w.list[block];
-    int64_t row = (m3_page_of(p.places, w.row, block) * p.n_head_kv + w.kv_head) * p.block_size + key % p.block_size;
-    float values[M3_RUN], *out = b.tile + j * (b.width + 4) + run * M3_RUN;
-    m3_decode_run(TYPE, base + row * p.row_bytes, run, p.dim, values);
-    if (run * M3_RUN + M3_RUN <= b.width) {
-      ((float4 *)out)[0] = make_float4(values[0], values[1], values[2], values[3]);
-      ((float4 *)out)[1] = make_float4(values[4], values[5], values[6], values[7]);
-    } else {
-      ((float4 *)out)[0] = make_float4(values[0], values[1], values[2], values[3]);
+    b.rows[j] =
+        (m3_page_of(p.places, w.row, block) * p.n_head_kv + w.kv_head) * p.block_size + (first + j) % p.block_size;
+  }
+}
+
+/* Those keys, or their values. Several loads of a thread are under way at a time. */
+template <int TYPE>
+__device__ static void load_tile(const attention_params &p, const char *base, int32_t n, const attention_buffers &b) {
+  enum { AT_ONCE = 4 };
+  int32_t runs = (p.dim + M3_RUN - 1) / M3_RUN;
+  for (int32_t i = threadIdx.x; i < n * runs; i += AT_ONCE * blockDim.x) {
+    float values[AT_ONCE][M3_RUN];
+#pragma unroll
+    for (int32_t u = 0; u < AT_ONCE; u++) {
+      int32_t at = i + u * blockDim.x;
+      if (at < n * runs) m3_decode_run(TYPE, base + b.rows[at / runs] * p.row_bytes, at % runs, p.dim, values[u]);
+    }
+#pragma unroll
+    for (int32_t u = 0; u < AT_ONCE; u++) {
+      int32_t at = i + u * blockDim.x, run = at % runs;
+      if (at >= n * runs) break;
+      float4 *out = (float4 *)(b.tile + at / runs * (b.width + 4) + run * M3_RUN);
+      out[0] = make_float4(values[u][0], values[u][1], values[u][2], values[u][3]);
+      if (run * M3_RUN + M3_RUN <= b.width)
+        out[1] = make_float4(values[u][4], values[u][5], values[u][6], values[u][7]);
     }
   }
 }
@@ -199,11 +216,13 @@ __device__ static void attend_chunk(const attention_params &p, const attention_w
   for (int32_t first = chunk * CHUNK; first < end; first += p.keys) {
     int32_t n = min(p.keys, end - first);
     __syncthreads();
-    load_tile<TYPE>(p, w, p.k, first, n, b);
+    find_rows(p, w, first, n, b);
+    __syncthreads();
+    load_tile<TYPE>(p, p.k, n, b);
     __syncthreads();
     score_tile(p, w.heads, n, b);
     __syncthreads();
-    load_tile<TYPE>(p, w, p.v, first, n, b);
+    load_tile<TYPE>(p, p.v, n, b);
     absorb(p, w.heads, n, b);
     __syncthreads();
     add_values(p, w.heads, n, b);
@@ -220,7 +239,9 @@ __device__ static void share_out(const attention_params &p, const attention_work
   for (int32_t first = 0; first < w.n_keys; first += p.keys) {
     int32_t n = min(p.keys, w.n_keys - first);
     __syncthreads();
-    load_tile<TYPE>(p, w, p.k, first, n, b);
+    find_rows(p, w, first, n, b);
+    __syncthreads();
+    load_tile<TYPE>(p, p.k, n, b);
     __syncthreads();
     score_tile(p, w.heads, n, b);
     __syncthreads();

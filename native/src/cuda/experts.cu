@@ -83,7 +83,7 @@ bool m3_cuda_router(const m3_context *c, const m3_ffn_params *p) {
   m3_device_state *s = c->state;
   m3_scratch *w = c->scratch;
   m3_cuda_norm(s, c, p->hidden, &p->layer->w[M3_FFN_NORM], p->n, w->normed);
-  m3_product product = {&p->layer->w[M3_ROUTER], w->normed, p->n, w->logits, h->n_expert};
+  m3_product product = m3_one_product(&p->layer->w[M3_ROUTER], w->normed, p->n, w->logits, false);
   m3_cuda_product(s, &product);
   route_params r = {w->logits,       (const float *)p->layer->w[M3_ROUTER_BIAS].device,
                     h->n_expert,     h->n_expert_used,
@@ -162,26 +162,21 @@ void m3_cuda_experts(const m3_context *c, const m3_ffn_params *p) {
   size_t shared = (size_t)(2 * h->n_expert + 1) * sizeof(int32_t); /* at most 32 KiB and one number */
   group_rows<<<1, 1024, shared, s->stream>>>(g);
   m3_launched(s, "grouping rows by expert");
-  m3_product product = {&l[M3_GATE_EXPS],
+  m3_product product = {{{&l[M3_GATE_EXPS], w->gate, h->n_ff_expert}, {&l[M3_UP_EXPS], w->up, h->n_ff_expert}},
+                        2,
                         w->normed,
                         pairs,
-                        w->gate,
-                        h->n_ff_expert,
                         false,
                         s->grouping.row,
                         &s->grouping,
                         rows,
                         most + (pairs - most) / rows};
   m3_cuda_product(s, &product);
-  product.weight = &l[M3_UP_EXPS];
-  product.y = w->up;
-  m3_cuda_product(s, &product);
   m3_cuda_swiglu(s, h, w->gate, w->up, (int64_t)pairs * h->n_ff_expert);
-  product.weight = &l[M3_DOWN_EXPS];
+  product.parts[0] = m3_product_part{&l[M3_DOWN_EXPS], w->expert_out, h->n_embd};
+  product.n_parts = 1;
   product.x = w->gate;
   product.gather = NULL;
-  product.y = w->expert_out;
-  product.ldy = h->n_embd;
   m3_cuda_product(s, &product);
   dim3 grid((unsigned)p->n, m3_blocks_for(h->n_embd, M3_THREADS));
   combine<<<grid, M3_THREADS, 0, s->stream>>>(w->expert_out, s->grouping.place, w->weights, h->n_expert_used, h->n_embd,

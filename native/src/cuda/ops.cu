@@ -45,12 +45,10 @@ static void gated_mlp(const m3_context *c, const m3_ffn_params *p, m3_role gate,
   m3_scratch *w = c->scratch;
   const m3_weight *l = p->layer->w;
   int64_t width = l[gate].tensor->ne[1];
-  m3_product product = {&l[gate], w->normed, p->n, w->gate, width};
-  m3_cuda_product(s, &product);
-  product = m3_product{&l[up], w->normed, p->n, w->up, width};
+  m3_product product = {{{&l[gate], w->gate, width}, {&l[up], w->up, width}}, 2, w->normed, p->n};
   m3_cuda_product(s, &product);
   m3_cuda_swiglu(s, c->hparams, w->gate, w->up, p->n * width);
-  product = m3_product{&l[down], w->gate, p->n, p->hidden, c->hparams->n_embd, true};
+  product = m3_one_product(&l[down], w->gate, p->n, p->hidden, true);
   m3_cuda_product(s, &product);
 }
 
@@ -64,13 +62,13 @@ void m3_cuda_shared(const m3_context *c, const m3_ffn_params *p) {
 }
 
 void m3_cuda_output(const m3_context *c, const m3_output_params *p) {
-  m3_product product = {p->weight, p->x, p->n, p->hidden, c->hparams->n_embd, true};
+  m3_product product = m3_one_product(p->weight, p->x, p->n, p->hidden, true);
   m3_cuda_product(c->state, &product);
 }
 
 void m3_cuda_head(const m3_context *c, const m3_head_params *p) {
   m3_cuda_norm(c->state, c, p->hidden, p->norm, p->n, c->scratch->normed);
-  m3_product product = {p->head, c->scratch->normed, p->n, p->logits, c->hparams->n_vocab};
+  m3_product product = m3_one_product(p->head, c->scratch->normed, p->n, p->logits, false);
   m3_cuda_product(c->state, &product);
 }
 

@@ -82,11 +82,6 @@ __global__ static void __launch_bounds__(WARPS *M3_WARP) finish_heads(heads_para
   if (cached) m3_encode_row(type, x, dim, (char *)cache + index * bytes);
 }
 
-static void project(const m3_context *c, const m3_weight *w, int32_t n, float *y) {
-  m3_product product = {w, c->scratch->normed, n, y, w->tensor->ne[1]};
-  m3_cuda_product(c->state, &product);
-}
-
 void m3_cuda_prepare(const m3_context *c, const m3_prepare_params *p) {
   const m3_hparams *h = c->hparams;
   m3_device_state *s = c->state;
@@ -94,14 +89,17 @@ void m3_cuda_prepare(const m3_context *c, const m3_prepare_params *p) {
   const m3_weight *l = p->layer->w;
   int32_t n = p->rows->n;
   m3_cuda_norm(s, c, p->hidden, &l[M3_ATTN_NORM], n, w->normed);
-  project(c, &l[M3_ATTN_Q], n, w->q);
-  project(c, &l[M3_ATTN_K], n, w->k);
-  project(c, &l[M3_ATTN_V], n, w->v);
   bool sparse = p->cache.index != NULL;
-  if (sparse) {
-    project(c, &l[M3_INDEX_Q], n, w->index_q);
-    project(c, &l[M3_INDEX_K], n, w->index_k);
-  }
+  int64_t q = (int64_t)h->n_head * h->head_dim, kv = (int64_t)h->n_head_kv * h->head_dim;
+  m3_product product = {{{&l[M3_ATTN_Q], w->q, q},
+                         {&l[M3_ATTN_K], w->k, kv},
+                         {&l[M3_ATTN_V], w->v, kv},
+                         {&l[M3_INDEX_Q], w->index_q, (int64_t)h->n_index_head * h->index_dim},
+                         {&l[M3_INDEX_K], w->index_k, h->index_dim}},
+                        sparse ? 5 : 3,
+                        w->normed,
+                        n};
+  m3_cuda_product(s, &product);
   heads_params a = {};
   a.places = m3_places_of(s);
   a.n = n;

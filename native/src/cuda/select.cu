@@ -52,7 +52,7 @@ __device__ static void score_run(const score_params &p, int32_t first, int32_t n
     for (int32_t i = threadIdx.x; i < m * runs; i += blockDim.x) {
       int32_t row = i / runs, run = i % runs;
       float values[M3_RUN];
-      m3_decode_run(TYPE, p.keys + (key + at + row) * p.row_bytes, run, p.dim, values);
+      m3_decode_run(TYPE, p.keys + (key + at + row) * p.row_bytes, (uint32_t)run, p.dim, values);
       for (int32_t j = 0; j < M3_RUN && run * M3_RUN + j < p.dim; j++)
         keys[row * (p.dim + 1) + run * M3_RUN + j] = values[j];
     }

@@ -130,20 +130,32 @@ __device__ inline bool m3_is_finite(float x) { return fabsf(x) <= FLT_MAX; }
 
 /* ------------------------------------------------------------------------------------------------ the operations */
 
-/* y[r * ldy + j] = x[r] . w[j] as m3_matmul of the CPU backend. With `gather` row r of x is x[gather[r]]. With `groups`
- * the rows are cut into groups of at most `group_rows` of an expert each, as many as the device says; else they are one
- * group of a plain weight. */
-struct m3_product {
+/* The most weights of one product. */
+enum { M3_PRODUCT_PARTS = 5 };
+
+struct m3_product_part {
   const m3_weight *weight;
-  const float *x; /* rows of the weight's columns */
-  int32_t n;
   float *y;
   int64_t ldy;
+};
+
+/* y[r * ldy + j] = x[r] . w[j] as m3_matmul of the CPU backend, for several weights of as many columns. With `gather`
+ * row r of x is x[gather[r]]. With `grouping` the rows are cut into groups of at most `group_rows` of an expert each,
+ * as many as the device says; else they are one group of a plain weight. */
+struct m3_product {
+  m3_product_part parts[M3_PRODUCT_PARTS];
+  int32_t n_parts;
+  const float *x; /* rows of the weights' columns */
+  int32_t n;
   bool add = false;
   const int32_t *gather = NULL;
   const m3_grouping *grouping = NULL;
   int32_t group_rows = 0, max_groups = 0;
 };
+
+static inline m3_product m3_one_product(const m3_weight *weight, const float *x, int32_t n, float *y, bool add) {
+  return m3_product{{{weight, y, weight->tensor->ne[1]}}, 1, x, n, add};
+}
 
 void m3_cuda_product(m3_device_state *s, const m3_product *p);
 

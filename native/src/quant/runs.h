@@ -136,7 +136,7 @@ M3_RUN_FUNCTION void m3_look_up(const int8_t *table, m3_bytes8 codes, float *q) 
 }
 
 /* Run k (0..3) of a block of 32. */
-M3_RUN_FUNCTION void m3_legacy_run(int32_t type, const void *row, int64_t block, int k, m3_run *r) {
+M3_RUN_FUNCTION void m3_legacy_run(int32_t type, const void *row, uint32_t block, int k, m3_run *r) {
   r->min = 0;
   switch (type) {
     case M3_TYPE_Q4_0: {
@@ -201,7 +201,7 @@ M3_RUN_FUNCTION void m3_k_scales(const void *block, int g, m3_run *r) {
 }
 
 /* Run k (0..31) of a block of 256 with scales of groups. */
-M3_RUN_FUNCTION void m3_k_run(int32_t type, const void *row, int64_t block, int k, m3_run *r) {
+M3_RUN_FUNCTION void m3_k_run(int32_t type, const void *row, uint32_t block, int k, m3_run *r) {
   r->min = 0;
   switch (type) {
     case M3_TYPE_Q2_K: {
@@ -263,7 +263,7 @@ M3_RUN_FUNCTION void m3_ternary_run(m3_run *r, m3_bytes8 grid, float delta) {
 }
 
 /* Run k (0..31) of a block of 256 of codebook entries. */
-M3_RUN_FUNCTION void m3_codebook_run(int32_t type, const void *row, int64_t block, int k, m3_run *r) {
+M3_RUN_FUNCTION void m3_codebook_run(int32_t type, const void *row, uint32_t block, int k, m3_run *r) {
   r->min = 0;
   switch (type) {
     case M3_TYPE_IQ2_XXS: {
@@ -338,12 +338,12 @@ M3_RUN_FUNCTION void m3_plain_run(int32_t type, const void *row, int64_t first, 
 }
 
 /* Run `run` of a row of n; zeros past its end. */
-M3_RUN_FUNCTION void m3_load_run(int32_t type, const void *row, int64_t run, int64_t n, m3_run *r) {
+M3_RUN_FUNCTION void m3_load_run(int32_t type, const void *row, uint32_t run, int64_t n, m3_run *r) {
   switch (type) {
     case M3_TYPE_F32:
     case M3_TYPE_F16:
     case M3_TYPE_BF16: {
-      int64_t first = run * M3_RUN;
+      int64_t first = (int64_t)run * M3_RUN;
       float *out = r->q;
       r->scale = 1, r->min = 0;
 #ifdef __CUDACC__
@@ -384,7 +384,7 @@ M3_RUN_FUNCTION void m3_load_run(int32_t type, const void *row, int64_t run, int
 }
 
 /* Elements 8 * run .. 8 * run + 7 of a row of n; zeros past its end. */
-M3_RUN_FUNCTION void m3_decode_run(int32_t type, const void *row, int64_t run, int64_t n, float *out) {
+M3_RUN_FUNCTION void m3_decode_run(int32_t type, const void *row, uint32_t run, int64_t n, float *out) {
   m3_run r;
   m3_load_run(type, row, run, n, &r);
   for (int j = 0; j < M3_RUN; j++) {
