@@ -24,21 +24,46 @@ SOURCES := $(wildcard native/src/*.c) $(wildcard native/src/cpu/*.c) $(wildcard 
 HEADERS := $(wildcard native/include/*.h) $(wildcard native/src/*.h) $(wildcard native/src/cpu/*.h) $(wildcard native/src/quant/*.h)
 TABLES := build/generated/tables.h
 OBJECTS := $(SOURCES:native/src/%.c=build/release/%.o)
+
+# The GPU. `make cuda` writes its choices to build/cuda.mk, and from then on every make builds with CUDA, until make clean.
+# CUDA_ARCHS: what kernels are compiled for, the first one also as PTX, which the driver compiles for later GPUs.
+-include build/cuda.mk
+NVCC ?= nvcc
+CUDA_ARCHS ?= 80 90a
+CUDA_CHECK_ARCHS ?= 90a
+CUDA_SOURCES := $(wildcard native/src/cuda/*.cu)
+CUDA_HEADERS := $(wildcard native/src/cuda/*.cuh)
+# Where the toolkit lies, which the nvcc of the PATH may only refer to.
+CUDA_ROOT = $(shell $(NVCC) --dryrun -E Makefile.cu 2>&1 | sed -n 's/^\#$$ TOP=//p')
+# The rules of CFLAGS hold here too: what is fused is said in the source. No exceptions: the library needs no C++ runtime.
+NVCC_FLAGS := -std=c++20 -O3 -fmad=false -Xcompiler -fPIC,-fvisibility=hidden,-fno-exceptions,-fno-rtti,-Wall,-Wextra \
+  $(if $(WERROR),-Werror all-warnings) -Inative/include -Inative/src -Ibuild/generated
+comma := ,
+gencode = $(foreach arch,$(1),-gencode arch=compute_$(arch),code=sm_$(arch))
+ptx = $(addprefix -gencode arch=compute_,$(foreach arch,$(filter-out %a %f,$(firstword $(1))),$(arch)$(comma)code=compute_$(arch)))
+ifdef CUDA
+OBJECTS := $(filter-out build/release/no_cuda.o,$(OBJECTS)) $(CUDA_SOURCES:native/src/%.cu=build/release/%.o)
+# All that a launch needs of libstdc++ is the guard of a static variable.
+CUDA_LIBS = -L$(CUDA_ROOT)/lib64 -Wl,--exclude-libs,ALL -lcudart_static -Wl,-Bstatic -lstdc++ -Wl,-Bdynamic -static-libgcc \
+  -lpthread -ldl -lrt
+TEST_FLAGS = -DM3_TEST_CUDA -I$(CUDA_ROOT)/include
+endif
 ASAN_OBJECTS := $(SOURCES:native/src/%.c=build/asan/%.o)
 AARCH64_OBJECTS := $(SOURCES:native/src/%.c=build/aarch64/%.o)
 C_TESTS := $(patsubst tests/native/%.c,%,$(wildcard tests/native/test_*.c))
 C_TEST_HEADERS := $(wildcard tests/native/*.h)
 
 ifeq ($(shell uname -m),x86_64)
-%/cpu/kernels_avx2.o %/cpu/decode_avx2.o: ISA := -mavx2 -mfma -mf16c
+%/cpu/kernels_avx2.o %/cpu/decode_avx2.o %/cpu/products_avx2.o: ISA := -mavx2 -mfma -mf16c
 %/quant/codebook_search_avx2.o: ISA := -mavx2
 %/quant/scale_search_avx2.o %/quant/rounding_avx2.o: ISA := -mavx2 -mf16c
-%/cpu/kernels_avx512.o: ISA := -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c
+%/cpu/kernels_avx512.o %/cpu/products_avx512.o: ISA := -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c
+%/cpu/products_avx512_vnni.o: ISA := -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mfma -mf16c
 endif
 %/version.o: ISA := -DM3_VERSION_STRING='"$(VERSION)"'
 
-.PHONY: all native install demo test check-native test-aarch64 test-lowest lint format oracle golden \
-  scale scale-check bench-convert clean nano-data train-nano compare-nano evaluate-nano check-nano
+.PHONY: all native cuda cuda-check install demo test check-native test-gpu test-aarch64 test-lowest lint format oracle golden \
+  scale scale-check bench-convert bench-msa clean nano-data train-nano compare-nano evaluate-nano check-nano
 .SECONDARY:
 all: native
 
@@ -46,10 +71,10 @@ all: native
 
 native: $(LIB)/libm3.so $(LIB)/m3.h
 
-$(LIB)/libm3.so: $(OBJECTS)
+$(LIB)/libm3.so: $(OBJECTS) $(wildcard build/cuda.mk)
 	@mkdir -p $(@D)
 	@echo "LD $@"
-	$(Q)$(CC) -shared -fopenmp -o $@.part $^ -lm
+	$(Q)$(CC) -shared -fopenmp -Wl,-z,defs -o $@.part $(filter %.o,$^) $(CUDA_LIBS) -lm
 	@mv $@.part $@
 
 $(LIB)/m3.h: native/include/m3.h
@@ -66,6 +91,28 @@ build/asan/%.o: native/src/%.c $(HEADERS) Makefile pyproject.toml
 	@echo "CC $< (sanitizers)"
 	$(Q)$(CC) $(BASE) $(SANITIZE) $(ISA) -c -o $@ $<
 
+# Adds the GPU to the library, which works as before on a machine without one.
+cuda:
+	@command -v $(NVCC) > /dev/null || { echo "make cuda needs nvcc of the CUDA toolkit, version 12.8 or later; set NVCC=" >&2; exit 1; }
+	@mkdir -p build
+	@printf 'CUDA := 1\nNVCC := %s\nCUDA_ARCHS := %s\n' '$(NVCC)' '$(CUDA_ARCHS)' > build/cuda.mk.part
+	@cmp -s build/cuda.mk.part build/cuda.mk || mv build/cuda.mk.part build/cuda.mk
+	@rm -f build/cuda.mk.part
+	@$(MAKE) --no-print-directory native
+
+build/release/cuda/%.o: native/src/cuda/%.cu build/cuda.mk | $(TABLES)
+	@mkdir -p $(@D)
+	@echo "NVCC $<"
+	$(Q)$(NVCC) $(NVCC_FLAGS) $(call gencode,$(CUDA_ARCHS)) $(call ptx,$(CUDA_ARCHS)) -MMD -MF $(@:.o=.d) -c -o $@ $<
+
+-include $(CUDA_SOURCES:native/src/%.cu=build/release/%.d)
+
+# Compiles the CUDA code where there is nvcc, with no GPU: what CI can check of it.
+cuda-check: $(TABLES)
+	@if ! command -v $(NVCC) > /dev/null; then echo "cuda-check: no nvcc here, the CUDA code is not compiled"; else \
+	  mkdir -p build/cuda-check && for f in $(CUDA_SOURCES); do echo "NVCC $$f"; \
+	  $(NVCC) $(NVCC_FLAGS) $(call gencode,$(CUDA_CHECK_ARCHS)) -c -o build/cuda-check/$$(basename $$f .cu).o $$f || exit 1; done; fi
+
 # The codebooks of the IQ types come from the gguf package. setup.py names a Python that has it (the environment of a
 # package build); else it is the one of the virtual environment, which is made first.
 ifdef GGUF_PYTHON
@@ -77,6 +124,7 @@ endif
 	@echo "MAKE $@"
 	$(Q)$(GGUF_PYTHON) $< $@
 
+build/release/cpu/products_avx512_vnni.o build/asan/cpu/products_avx512_vnni.o: native/src/cpu/products_avx512.c
 build/release/quant/scale_search_avx2.o build/asan/quant/scale_search_avx2.o: native/src/quant/scale_search.c
 build/release/quant/codebook_search_avx2.o build/asan/quant/codebook_search_avx2.o: native/src/quant/codebook_search.c
 
@@ -111,7 +159,7 @@ demo: install
 build/release/tests/%: tests/native/%.c $(C_TEST_HEADERS) $(OBJECTS)
 	@mkdir -p $(@D)
 	@echo "LD $@"
-	$(Q)$(CC) $(BASE) $(CFLAGS) -Itests/native -o $@ $< $(OBJECTS) -lm
+	$(Q)$(CC) $(BASE) $(CFLAGS) $(TEST_FLAGS) -Itests/native -o $@ $< $(OBJECTS) $(CUDA_LIBS) -lm
 
 build/asan/tests/%: tests/native/%.c $(C_TEST_HEADERS) $(ASAN_OBJECTS)
 	@mkdir -p $(@D)
@@ -124,6 +172,15 @@ check-native: $(C_TESTS:%=build/release/tests/%) $(C_TESTS:%=build/asan/tests/%)
 
 test: install check-native
 	$(VENV)/bin/pytest
+
+# The case tables and sessions on the GPU, compared with the CPU; the golden vectors through the engine; the first two again,
+# in part, with the memory checker of the CUDA toolkit. On a machine with a GPU, after make cuda.
+GPU_TESTS := build/release/tests/test_ops build/release/tests/test_session
+test-gpu: install $(GPU_TESTS)
+	@$(if $(CUDA),,echo "test-gpu: run make cuda first" >&2; exit 1)
+	@for t in $(GPU_TESTS); do echo "== $$t cuda"; $$t cuda || exit 1; done
+	$(VENV)/bin/pytest tests/golden --device cuda
+	compute-sanitizer --tool memcheck --error-exitcode 1 build/release/tests/test_ops cuda few
 
 # pytest with the lowest versions of the dependencies, in an environment of its own.
 test-lowest: native
@@ -160,12 +217,12 @@ lint: install
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	$(VENV)/bin/clang-format --dry-run --Werror $(SOURCES) $(HEADERS) $(wildcard tests/native/*.c) $(C_TEST_HEADERS)
+	$(VENV)/bin/clang-format --dry-run --Werror $(SOURCES) $(HEADERS) $(CUDA_SOURCES) $(CUDA_HEADERS) $(wildcard tests/native/*.c tests/bench/*.c) $(C_TEST_HEADERS)
 
 format: install
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/ruff check --fix .
-	$(VENV)/bin/clang-format -i $(SOURCES) $(HEADERS) $(wildcard tests/native/*.c) $(C_TEST_HEADERS)
+	$(VENV)/bin/clang-format -i $(SOURCES) $(HEADERS) $(CUDA_SOURCES) $(CUDA_HEADERS) $(wildcard tests/native/*.c tests/bench/*.c) $(C_TEST_HEADERS)
 
 # ------------------------------------------------------------------------------------------------ references
 
@@ -195,6 +252,15 @@ TORCH ?= $(REFERENCE_PY)
 bench-convert: install $(if $(LLAMA),$(if $(filter $(REFERENCE_PY),$(TORCH)),$(REFERENCE)))
 	PYTHONPATH=tests $(PY) tests/bench/convert.py --folder $(SCALE_FOLDER) \
 	  $(if $(LLAMA),--llama $(LLAMA) --script $(SCRIPT) --torch $(TORCH) --csv tests/bench/convert.csv)
+
+# Time of selection and attention of one layer.
+bench-msa: build/release/bench/msa
+	@$<
+
+build/release/bench/%: tests/bench/%.c $(C_TEST_HEADERS) $(OBJECTS)
+	@mkdir -p $(@D)
+	@echo "LD $@" >&2
+	$(Q)$(CC) $(BASE) $(CFLAGS) -Itests/native -o $@ $< $(OBJECTS) -lm
 
 # ------------------------------------------------------------------------------------------------ m3-nano
 

@@ -30,7 +30,7 @@ NUMBERS_PER_LINE = 32
 
 def definitions() -> Iterator[str]:
     """The lines of the header."""
-    yield "/* Made by native/make_tables.py from the gguf package. */"
+    yield "/* Made by native/make_tables.py from the gguf package. M3_TABLE: const and what else the includer wants. */"
     for c_type, name, quant in GRIDS:
         quant.init_grid()
         grid = quant.grid.reshape(quant.grid_shape)
@@ -38,7 +38,7 @@ def definitions() -> Iterator[str]:
         if not np.array_equal(whole, grid):
             raise SystemExit(f"make_tables.py: {name} of this gguf package holds numbers that are not whole")
         n, width = grid.shape
-        yield f"const {c_type} {name}[{n}][{width}] = {{"
+        yield f"M3_TABLE {c_type} {name}[{n}][{width}] = {{"
         per_line = NUMBERS_PER_LINE // width
         for first in range(0, n, per_line):
             yield " ".join(
@@ -46,7 +46,7 @@ def definitions() -> Iterator[str]:
             )
         yield "};"
     for c_type, name, values in LISTS:
-        yield f"const {c_type} {name}[{len(values)}] = {{"
+        yield f"M3_TABLE {c_type} {name}[{len(values)}] = {{"
         for first in range(0, len(values), NUMBERS_PER_LINE):
             yield ", ".join(map(str, values[first : first + NUMBERS_PER_LINE])) + ","
         yield "};"

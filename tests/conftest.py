@@ -17,6 +17,10 @@ os.environ.update(ENDPOINT.environment)
 atexit.register(ENDPOINT.remove)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default="cpu", help="where the golden vectors run: cpu (default) or cuda")
+
+
 @pytest.fixture
 def hub() -> Iterator[HubEndpoint]:
     """An empty Hub, which every command in this process and its children will ask."""

@@ -55,6 +55,7 @@ class Check:
     groups: tuple[str, ...] = ()  #: to restore one at a time, all if empty
     state: Path | None = None  #: folder of states, None: `default_folder`
     restart: bool = False
+    device: str = "cpu"
     isa: str = "auto"
 
     def __post_init__(self) -> None:
@@ -74,6 +75,12 @@ class Check:
         ):
             if given:
                 raise InputError(f"{option} is about the selection, and --candidate-attention dense selects nothing")
+
+
+def _kernels(side: LayeredModel) -> str:
+    """What computed: the instruction set, or the GPU."""
+    model = side.model
+    return model.isa_name if model.backend_name == "cpu" else f"{model.backend_name} {model.device_name}"
 
 
 @contextmanager
@@ -96,7 +103,7 @@ def _report(check: Check, states: Path | None) -> tuple[CheckReport, WalkState]:
     threads = check.reference_options.threads
     with ExitStack() as stack:
         ours, theirs = (
-            stack.enter_context(open_layered(path, isa=check.isa, threads=threads))
+            stack.enter_context(open_layered(path, device=check.device, isa=check.isa, threads=threads))
             for path in (check.reference, check.candidate)
         )
         for text in dict.fromkeys((*ours.notes, *theirs.notes)):
@@ -136,7 +143,7 @@ def _report(check: Check, states: Path | None) -> tuple[CheckReport, WalkState]:
             wanted_tokens=check.context,
             reference_options=check.reference_options,
             candidate_options=check.candidate_options,
-            isa=ours.model.isa_name,
+            isa=_kernels(ours),
             thresholds=check.thresholds,
             program=version(),
             estimated_bytes=estimated,
@@ -259,7 +266,7 @@ def _basis(runs: CheckRuns, ids: npt.NDArray[np.int32]) -> dict[str, Any]:
     for side in options:
         del side["threads"]  # change nothing
     return {
-        "program": [version(), library_hash(), runs.reference.model.isa_name],
+        "program": [version(), library_hash(), _kernels(runs.reference)],
         "sides": [dict(side.origin.identity) for side in (runs.reference, runs.candidate)],
         "ids": hashlib.sha256(ids.tobytes()).hexdigest(),
         "options": options,

@@ -16,7 +16,7 @@ from m3_convert.report_text import print_report
 from m3_convert.verdict import Thresholds
 from m3_convert.walker import WalkOptions
 from m3_runtime.command import abandon_stdout, guarded, new_app, run
-from m3_runtime.engine import ATTENTIONS, CACHE_TYPES, ISAS
+from m3_runtime.engine import ATTENTIONS, CACHE_TYPES, DEVICES, ISAS
 from m3_runtime.errors import InputError
 from m3_runtime.thread_option import Threads
 
@@ -138,6 +138,9 @@ def check_command(
     restart: Annotated[
         bool, typer.Option("--restart", help="Start anew, whatever an interrupted run of the same check left.")
     ] = False,
+    device: Annotated[
+        str, typer.Option("--device", metavar="DEVICE", help=f"Where the models run: {', '.join(DEVICES)}.")
+    ] = "cpu",
     isa: Annotated[str, typer.Option("--isa", metavar="ISA", help=f"CPU kernels: {', '.join(ISAS)}.")] = "auto",
     threads: Threads = 0,
     as_json: Annotated[
@@ -169,6 +172,7 @@ def check_command(
         groups=tuple(_choice("--group", name, GROUPS) for name in group or ()),
         state=state,
         restart=restart,
+        device=_choice("--device", device, DEVICES),
         isa=isa,
     )
     page = None

@@ -247,20 +247,20 @@ class LayeredModel:
         self.close()
 
 
-def open_layered(path: Path, *, isa: str = "auto", threads: int = 0) -> LayeredModel:
+def open_layered(path: Path, *, device: str = "cpu", isa: str = "auto", threads: int = 0) -> LayeredModel:
     """Opens a GGUF file, any one of a split model, the folder of one, a checkpoint folder, or an id on the Hub, whose
     shards are then downloaded into the Hub's cache, each when its first layer is bound.
 
-    isa: instruction set of the CPU kernels, see `Model`. threads: for the conversion of a checkpoint's tensors, 0 takes
-    all cores. Raises InputError that names what is wrong, as the engine and m3-convert do.
+    device and isa: as for `Model`. threads: for the conversion of a checkpoint's tensors, 0 takes all cores. Raises
+    InputError that names what is wrong, as the engine and m3-convert do, and MachineError for a device that is missing.
     """
     source = open_source(str(path))
     if isinstance(source, Checkpoint):
-        return _open_checkpoint(source, isa, threads)
-    return _open_gguf(path, isa)
+        return _open_checkpoint(source, device, isa, threads)
+    return _open_gguf(path, device, isa)
 
 
-def _open_gguf(path: Path, isa: str) -> LayeredModel:
+def _open_gguf(path: Path, device: str, isa: str) -> LayeredModel:
     with GGUF(path) as gguf:  # checks counts, offsets and sizes against the files
         tensors, files, header = gguf.tensors, gguf.files, gguf.header()
     weights = MappedWeights(files, tensors)
@@ -270,10 +270,11 @@ def _open_gguf(path: Path, isa: str) -> LayeredModel:
         status = file.stat()
         identity[file.name] = [status.st_size, status.st_mtime_ns]
     origin = Origin(identity, paths)
-    return LayeredModel(str(path), "gguf", Model.from_header(header, str(path), isa=isa), weights, origin)
+    model = Model.from_header(header, str(path), device=device, isa=isa)
+    return LayeredModel(str(path), "gguf", model, weights, origin)
 
 
-def _open_checkpoint(checkpoint: Checkpoint, isa: str, threads: int) -> LayeredModel:
+def _open_checkpoint(checkpoint: Checkpoint, device: str, isa: str, threads: int) -> LayeredModel:
     plan = plan_conversion(checkpoint)
     metadata, notes = plan_metadata(plan)
     if isinstance(checkpoint.shards, HubShards):
@@ -281,7 +282,7 @@ def _open_checkpoint(checkpoint: Checkpoint, isa: str, threads: int) -> LayeredM
         check_rooms([checkpoint.shards.room(needed)])
         checkpoint.shards.expect(len(checkpoint.shards.missing(needed)))
     name, header = str(checkpoint.path), header_bytes(plan, metadata)
-    model = Model.from_header(header, name, isa=isa)
+    model = Model.from_header(header, name, device=device, isa=isa)
     shards = {t.shard for tensor in plan.tensors for m in tensor.matrices for t in m.sources}
     identity = {shard.name: checkpoint.shards.identity(shard) for shard in sorted(shards)}
     identity["header"] = [hashlib.sha256(header).hexdigest()]

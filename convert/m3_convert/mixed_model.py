@@ -43,7 +43,9 @@ class MixedModel(LayeredModel):
         ours = {t.name: t for t in reference.model.gguf.tensors}
         restored = frozenset(group_tensors(candidate, group)) if tensors is None else tensors
         header = candidate.model.gguf.header({name: ours[name].type for name in restored})
-        model = Model.from_header(header, candidate.name, isa=candidate.model.isa_name)
+        model = Model.from_header(
+            header, candidate.name, device=candidate.model.backend_name, isa=candidate.model.isa_name
+        )
         weights = MixedWeights(candidate, reference, restored)
         super().__init__(candidate.name, candidate.kind, model, weights, Origin())
         self.group = group

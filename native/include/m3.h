@@ -14,8 +14,9 @@
  *   - Options structs start with struct_size = sizeof(the struct), which catches a library and a header that
  *     do not belong together. A zeroed field is valid unless said otherwise (for a cache type it is F32).
  *   - Files stay mapped while they are open. One that another program shortens meanwhile ends the process (SIGBUS).
- *   - One thread at a time may use a session or bind weights to a model, with two exceptions that any thread
- *     may call at any time: m3_session_cancel and m3_session_progress. Sessions of one model are independent.
+ *   - One thread at a time may use a session or bind weights to a model, with exceptions that any thread may call at
+ *     any time: m3_session_cancel, m3_session_progress and their like of loading. Sessions of one model are
+ * independent.
  *
  * The model: MiniMax-M3, sparse attention as in "MiniMax Sparse Attention" (arXiv 2606.13392). The file:
  * GGUF version 3, architecture "minimax-m3", as written by llama.cpp.
@@ -37,7 +38,7 @@ extern "C" {
 
 /* [declarations] The part down to [end of declarations] is free of macros and is read by cffi as it stands. */
 
-#define M3_ABI_VERSION 4
+#define M3_ABI_VERSION 5
 
 /* Limits. A file or an option beyond them is refused by name. */
 #define M3_MAX_LAYERS 1024
@@ -68,7 +69,8 @@ typedef enum m3_status {
   M3_ERROR_NOT_FINITE = 7,  /* NaN or infinity came out of a layer; the message names it */
   M3_ERROR_CANCELLED = 8,   /* m3_session_cancel was called during eval */
   M3_ERROR_UNSUPPORTED = 9, /* a device or instruction set that this build or machine lacks */
-  M3_ERROR_UNBOUND = 10     /* a weight that the evaluated layers need has no data bound */
+  M3_ERROR_UNBOUND = 10,    /* a weight that the evaluated layers need has no data bound */
+  M3_ERROR_DEVICE = 11      /* the device failed; the message is its own */
 } m3_status;
 
 typedef struct m3_error {
@@ -121,6 +123,15 @@ typedef enum m3_attention {
   M3_ATTENTION_SPARSE = 0, /* what the model was trained for */
   M3_ATTENTION_DENSE = 1   /* every layer reads every visible token: out of distribution for the sparse layers */
 } m3_attention;
+
+/* How one or a few queries (decoding) find their blocks. The lists are the same, bit for bit. */
+typedef enum m3_index_scan {
+  M3_INDEX_SCAN_AUTO = 0,   /* low-bit where it was measured to pay: from contexts of 32,768 tokens on */
+  M3_INDEX_SCAN_FULL = 1,   /* reads every index key */
+  M3_INDEX_SCAN_LOW_BIT = 2 /* reads int8 copies with the norm of their error, which bound the scores, and then the keys
+                             * of the blocks that the bounds do not rule out. The copies add 8 bytes and one byte a
+                             * channel (in 32s) to each index key */
+} m3_index_scan;
 
 /* Version of this interface (M3_ABI_VERSION of the library). */
 int32_t m3_abi_version(void);
@@ -291,7 +302,7 @@ typedef struct m3_hparams {
 
 typedef struct m3_model_options {
   uint32_t struct_size;
-  int32_t device; /* an m3_device; AUTO is the CPU in a build without CUDA */
+  int32_t device; /* an m3_device; AUTO is the GPU where library, driver and machine have what it needs, else the CPU */
   int32_t isa;    /* an m3_isa; one that the machine lacks is M3_ERROR_UNSUPPORTED */
 } m3_model_options;
 
@@ -310,7 +321,7 @@ void m3_model_close(m3_model *model); /* NULL is allowed; sessions of it must be
 /* Binds data to a weight of a header-only model. `expert` picks one matrix of a stacked expert tensor, -1
  * means the whole tensor. n_bytes must be the size that type and shape ask for, and the address aligned as that of
  * m3_row_set.data. The data is not copied: it must stay valid and unchanged until m3_model_unbind_layer, a second bind,
- * or close. */
+ * or close. (A GPU gets its copy at once.) */
 m3_status m3_model_bind(m3_model *model, const char *tensor, int32_t expert, const void *data, uint64_t n_bytes,
                         m3_error *err);
 
@@ -318,9 +329,24 @@ m3_status m3_model_bind(m3_model *model, const char *tensor, int32_t expert, con
  * head) if layer is -1. Only for header-only models. */
 m3_status m3_model_unbind_layer(m3_model *model, int32_t layer, m3_error *err);
 
+/* Brings the weights that sessions of layers [layer_first, layer_first + layer_count) need to the model's device; a
+ * count of 0 is all from layer_first. m3_session_open does it too; to do it before shows how far it is. What is there
+ * stays until close. Nothing to do on the CPU and in header-only models. M3_ERROR_MEMORY, M3_ERROR_DEVICE,
+ * M3_ERROR_CANCELLED. */
+m3_status m3_model_load(m3_model *model, int32_t layer_first, int32_t layer_count, m3_error *err);
+
+/* Bytes brought and to bring by the running load, or the last one; and its end before time. Any thread may call them.
+ */
+void m3_model_load_progress(const m3_model *model, uint64_t *done, uint64_t *total);
+void m3_model_cancel_load(m3_model *model);
+
+/* Bytes of the model's device that are free and there in all; both 0 for the CPU, where the operating system knows. */
+m3_status m3_model_device_memory(const m3_model *model, uint64_t *free_bytes, uint64_t *total_bytes, m3_error *err);
+
 const m3_hparams *m3_model_hparams(const m3_model *model); /* valid until close */
 const m3_gguf *m3_model_gguf(const m3_model *model);       /* metadata; valid until close */
-const char *m3_model_backend_name(const m3_model *model);  /* "cpu" */
+const char *m3_model_backend_name(const m3_model *model);  /* "cpu", "cuda" */
+const char *m3_model_device_name(const m3_model *model);   /* of the GPU, or the instruction set; valid until close */
 const char *m3_model_isa_name(const m3_model *model);      /* "scalar", "avx2", "avx512", "neon" */
 
 /* ------------------------------------------------------------------------------------------------ session */
@@ -344,6 +370,7 @@ typedef struct m3_session_options {
   int32_t kv_type;     /* F32 (which is 0), F16, BF16, or Q8_0 and Q4_0 where 32 divides head_dim */
   int32_t index_type;  /* the same for index_dim */
   int32_t attention;   /* an m3_attention */
+  int32_t index_scan;  /* an m3_index_scan; LOW_BIT on a backend without it is M3_ERROR_UNSUPPORTED */
   int32_t n_threads;   /* 0 takes all cores (see m3_default_threads). The result does not depend on it */
   int32_t chunk;       /* rows evaluated together, 0 is 512. The result does not depend on it */
   int32_t layer_first; /* layers [layer_first, layer_first + layer_count); a count of 0 is all from layer_first. A */
@@ -353,12 +380,12 @@ typedef struct m3_session_options {
   uint64_t page_seed;  /* 0: pages are taken in order; else in an order shuffled by it. The result is the same */
 } m3_session_options;
 
-/* Bytes that a session takes. Address space is reserved when the session opens; cache pages cost memory when
- * first written. What an eval records comes on top, in each sparse layer: n_tokens * 4 * (n_index_head * top_k for
- * blocks, n_index_head * number of blocks for scores, n_head * top_k for masses). */
+/* Bytes that a session takes, on the model's device. Address space is reserved when the session opens; cache pages cost
+ * memory when first written. What an eval records comes on top, in each sparse layer: n_tokens * 4 * (n_index_head *
+ * top_k for blocks, n_index_head * number of blocks for scores, n_head * top_k for masses). */
 typedef struct m3_memory {
   uint64_t kv_bytes;
-  uint64_t index_bytes;
+  uint64_t index_bytes;   /* with low-bit copies, if the session keeps them */
   uint64_t scratch_bytes; /* grows with the chunk, not with chunk * context, unless scores are recorded; sums that
                            * M3_RECORD_IMPORTANCE asks for are part of it */
 } m3_memory;
@@ -407,7 +434,8 @@ typedef struct m3_batch {
  * evals. On any error the lengths are what they were. */
 m3_status m3_session_eval(m3_session *session, const m3_batch *batch, m3_error *err);
 
-/* Asks a running eval to stop (M3_ERROR_CANCELLED) within about one layer of one chunk. No effect otherwise. */
+/* Asks a running eval to stop (M3_ERROR_CANCELLED) within about one layer of one chunk; on a GPU, within what remains
+ * of the chunk. No effect otherwise. */
 void m3_session_cancel(m3_session *session);
 
 /* Row-layers done and in all of the running eval (or the last one); both 0 before the first. */
@@ -461,6 +489,10 @@ typedef struct m3_importance {
  * sums differ as far as the activations do, by float32 rounding. Sums are finite: an eval that computes NaN or
  * infinity fails. */
 m3_status m3_session_importance(const m3_session *session, const char *tensor, const m3_importance *out, m3_error *err);
+
+/* Work of low-bit index scans in all evals so far: blocks that were bounded, and how many of them were then scored
+ * exactly; counted once a row and layer. Both 0 while no scan was low-bit. */
+void m3_session_scan(const m3_session *session, int64_t *bounded, int64_t *rescored);
 
 /* Pages in use and in all (a page holds block_size tokens of every layer of the window). */
 void m3_session_pages(const m3_session *session, int64_t *used, int64_t *total);

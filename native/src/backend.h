@@ -16,6 +16,10 @@
 typedef struct m3_weight m3_weight;
 typedef struct m3_layer m3_layer;
 
+/* What a backend keeps for one session: on a GPU the stream, the places of the chunk's rows, flags and work buffers.
+ * The CPU keeps nothing, its state is NULL. */
+typedef struct m3_device_state m3_device_state;
+
 /* Rows of the chunk: where each stands. */
 typedef struct m3_rows {
   int32_t n;
@@ -26,10 +30,12 @@ typedef struct m3_rows {
 } m3_rows;
 
 /* Pages of one layer. A page is one block: K and V [n_pages, n_head_kv, block_size, head_dim], index keys
- * [n_pages, block_size, index_dim] in a sparse layer, else NULL. */
+ * [n_pages, block_size, index_dim] in a sparse layer, else NULL. low_bit: copies of the index keys in few bits in pages
+ * of the backend's own layout, or NULL. */
 typedef struct m3_layer_cache {
   void *k, *v, *index;
   int32_t kv_type, index_type;
+  void *low_bit;
 } m3_layer_cache;
 
 /* Buffers between operations, sized for the chunk (see list_buffers in session.c). */
@@ -41,15 +47,18 @@ typedef struct m3_scratch {
   float *index_k;    /* [chunk, index_dim] */
   float *attended;   /* [chunk, n_head * head_dim] */
   float *gate, *up;  /* [max of chunk * n_ff, chunk * n_ff_shared, chunk * n_expert_used * n_ff_expert] */
-  float *expert_in;  /* [chunk * n_expert_used, n_embd] rows grouped by expert */
+  float *expert_in;  /* [chunk * n_expert_used, n_embd] inputs of experts by expert, where needed; sums of outputs */
   float *expert_out; /* [chunk * n_expert_used, n_embd] */
+  float *logits;     /* [chunk, n_expert] of the router */
   int32_t *experts;  /* [chunk, n_expert_used] ascending ids */
   float *weights;    /* [chunk, n_expert_used] */
   int32_t *blocks;   /* [chunk, n_index_head, top_k] */
-  int32_t *grouping; /* [n_expert + 1 + chunk * n_expert_used] work of the experts operation */
+  int32_t *grouping; /* [n_expert + 1 + 2 * chunk * n_expert_used] work of the experts operation */
+  void *rounded;     /* input_bytes of the backend: the input of matrix products in the form that it multiplies */
   float *thread;     /* [n_threads, thread_floats] */
   int64_t thread_floats;
   int32_t n_threads;
+  int64_t blocks_bounded, blocks_rescored; /* counted by selection with low-bit keys */
 } m3_scratch;
 
 /* What the weight matrices of a layer are multiplied with; several share one. */
@@ -73,13 +82,38 @@ typedef struct m3_input_sums {
   double *rows; /* [n_matrix] number of rows; exact up to 2^53 */
 } m3_input_sums;
 
+/* Where numbers that are NaN or infinite are looked for, in the order of a layer. */
+typedef enum m3_part {
+  M3_PART_INPUT,  /* of the window's first layer */
+  M3_PART_SCORES, /* of the index */
+  M3_PART_ROUTER, /* logits or bias */
+  M3_PART_OUTPUT, /* of the layer */
+  M3_PART_LOGITS, /* of the head, counted to layer n_layer */
+  M3_PARTS
+} m3_part;
+
 /* What every operation gets. */
 typedef struct m3_context {
   const m3_hparams *hparams;
   const struct m3_kernels *kernels; /* CPU only */
   m3_scratch *scratch;
   const m3_input_sums *inputs; /* [M3_INPUTS] of the layer at work, to which operations add; NULL: they do not */
+  m3_device_state *state;
+  int32_t layer; /* at work */
 } m3_context;
+
+/* The first broken number of a chunk; part is M3_PARTS if there is none. */
+typedef struct m3_broken {
+  int32_t layer;
+  m3_part part;
+} m3_broken;
+
+/* What the state of a session is sized for. */
+typedef struct m3_state_params {
+  const m3_hparams *hparams;
+  int32_t sequences, chunk;
+  int64_t blocks; /* of the longest sequence */
+} m3_state_params;
 
 typedef struct m3_embed_params {
   const m3_weight *embd; /* [n_vocab, n_embd] */
@@ -98,14 +132,16 @@ typedef struct m3_prepare_params {
 } m3_prepare_params;
 
 /* Block lists from scratch index_q and the index keys: score(j) = q . k_j in float32, block score = maximum over the
- * visible tokens, the last local_blocks blocks rank first, ties to the lower id. */
+ * visible tokens, the last local_blocks blocks rank first, ties to the lower id. With low-bit copies blocks may be left
+ * out that a bound proves to be out of the list; the lists are the same. */
 typedef struct m3_select_params {
   const m3_rows *rows;
   m3_layer_cache cache;
-  int32_t *blocks;    /* out [n, n_index_head, top_k] ascending, padded with -1 */
-  float *scores;      /* out [n, n_index_head, n_blocks] before local blocks are forced, or NULL */
-  int64_t n_blocks;   /* row stride of scores */
-  int64_t max_blocks; /* blocks of the longest visible prefix in the chunk; bounds the work buffer */
+  int32_t *blocks;      /* out [n, n_index_head, top_k] ascending, padded with -1 */
+  float *scores;        /* out [n, n_index_head, n_blocks] before local blocks are forced, or NULL */
+  int64_t n_blocks;     /* row stride of scores */
+  int64_t max_blocks;   /* blocks of the longest visible prefix in the chunk; bounds the work buffer */
+  int64_t low_bit_from; /* visible blocks from which low-bit copies are worth it */
 } m3_select_params;
 
 /* Causal softmax attention of scratch q over the listed blocks, or over all visible blocks if blocks is NULL. */
@@ -156,35 +192,68 @@ typedef struct m3_page_params {
   int32_t src, dst;
 } m3_page_params;
 
+/* A device may run behind its caller: operations and copies only join a queue, of one session, in their order. What
+ * goes wrong there, and what was found broken, is told by `finish`; a backend that knows at once tells it at once, by
+ * the result of the operation. Data that an operation or an upload takes from host memory may change when it returns;
+ * what a download gives is there when it returns. */
 typedef struct m3_backend {
   const char *name;
 
-  /* Zeroed memory of the device, NULL if there is none; free takes NULL. */
-  void *(*alloc)(uint64_t bytes);
-  void (*free)(void *p);
-  void (*upload)(void *dst, const void *src, uint64_t bytes);
-  void (*download)(void *dst, const void *src, uint64_t bytes);
-  void (*copy)(void *dst, const void *src, uint64_t bytes); /* within the device */
-  void (*page_copy)(const m3_page_params *p);
-  void (*page_poison)(const m3_page_params *p); /* fills dst with NaN (all bits set) */
+  /* Memory for a session's state. state_bytes: what open takes of the device, apart from what alloc gives. */
+  int64_t (*state_bytes)(const m3_state_params *p);
+  m3_status (*open)(const m3_state_params *p, m3_device_state **out, m3_error *err);
+  void (*close)(m3_device_state *state); /* waits; takes NULL */
+
+  /* Zeroed memory of the device. `purpose` is for the message. free takes NULL. */
+  m3_status (*alloc)(m3_device_state *state, uint64_t bytes, const char *purpose, void **out, m3_error *err);
+  void (*free)(m3_device_state *state, void *p);
+  void (*upload)(m3_device_state *state, void *dst, const void *src, uint64_t bytes);
+  void (*download)(m3_device_state *state, void *dst, const void *src, uint64_t bytes);
+  void (*copy)(m3_device_state *state, void *dst, const void *src, uint64_t bytes); /* within the device */
+  void (*page_copy)(m3_device_state *state, const m3_page_params *p);
+  void (*page_poison)(m3_device_state *state, const m3_page_params *p); /* fills dst with NaN (all bits set) */
+
+  /* Weights, which belong to the model and not to a session. NULL: operations read them in host memory, where
+   * m3_weight.data says; else in `device`. load waits until the data is there. */
+  m3_status (*weight_alloc)(uint64_t bytes, const char *purpose, void **out, m3_error *err);
+  m3_status (*weight_load)(void *dst, const void *src, uint64_t bytes, m3_error *err);
+  void (*weight_free)(void *p);
+
+  /* Bytes of the device that are free and there in all; NULL: host memory, which is the operating system's matter. */
+  m3_status (*memory)(uint64_t *free_bytes, uint64_t *total_bytes, m3_error *err);
+
+  /* What people call the device; NULL: nothing but its name above. */
+  void (*describe)(char *out, size_t size);
+
+  /* Bytes of a page of low-bit copies; NULL: the backend has none. */
+  int64_t (*low_bit_page_bytes)(const m3_hparams *hparams);
 
   /* Floats of the per-thread buffer that the operations need, for sequences of at most max_blocks blocks. */
   int64_t (*thread_floats)(const m3_hparams *hparams, int64_t max_blocks);
 
+  /* Bytes of the scratch's `rounded` for chunks of so many rows; NULL: it is not used. */
+  int64_t (*input_bytes)(const m3_hparams *hparams, int64_t rows);
+  /* Around the operations of a chunk. finish waits for them, unless they are done anyway. */
+  void (*begin)(const m3_context *c, const m3_rows *rows);
+  m3_status (*finish)(const m3_context *c, m3_broken *broken, m3_error *err);
+
   void (*embed)(const m3_context *c, const m3_embed_params *p);
   void (*prepare)(const m3_context *c, const m3_prepare_params *p);
-  bool (*select)(const m3_context *c, const m3_select_params *p); /* false: a score is not finite */
+  bool (*select)(const m3_context *c, const m3_select_params *p); /* false: a score is not finite, M3_PART_SCORES */
   void (*attend)(const m3_context *c, const m3_attend_params *p);
   void (*output)(const m3_context *c, const m3_output_params *p);
   void (*mlp)(const m3_context *c, const m3_ffn_params *p);
-  bool (*router)(const m3_context *c, const m3_ffn_params *p); /* false: a router logit or bias is not finite */
+  bool (*router)(const m3_context *c, const m3_ffn_params *p); /* false: a logit or bias is not: M3_PART_ROUTER */
   void (*experts)(const m3_context *c, const m3_ffn_params *p);
   void (*shared)(const m3_context *c, const m3_ffn_params *p);
   void (*head)(const m3_context *c, const m3_head_params *p);
-  bool (*head_input)(const m3_context *c, const m3_head_input_params *p); /* NULL: no operation adds to sums */
-  bool (*finite)(const m3_context *c, const float *x, int64_t n);
+  bool (*head_input)(const m3_context *c, const m3_head_input_params *p);       /* NULL: no operation adds to sums */
+  bool (*finite)(const m3_context *c, const float *x, int64_t n, m3_part part); /* false: x is not finite */
 } m3_backend;
 
 extern const m3_backend m3_cpu_backend;
+
+/* The backend of an NVIDIA GPU. M3_ERROR_UNSUPPORTED says what is missing: the build, the driver, the GPU. */
+m3_status m3_cuda_backend(const m3_backend **out, m3_error *err);
 
 #endif

@@ -15,7 +15,7 @@ static bool layer_is_sparse(const m3_cache_options *o, int32_t i) {
 
 /* Sizes that every function below needs; false if they overflow. */
 typedef struct cache_sizes {
-  uint64_t n_pages, kv_page, index_page;
+  uint64_t n_pages, kv_page, index_page, low_bit_page;
 } cache_sizes;
 
 static bool sizes_of(const m3_cache_options *o, cache_sizes *s) {
@@ -23,6 +23,7 @@ static bool sizes_of(const m3_cache_options *o, cache_sizes *s) {
   uint64_t blocks = ((uint64_t)o->context + (uint64_t)h->block_size - 1) / (uint64_t)h->block_size;
   s->kv_page = (uint64_t)h->n_head_kv * (uint64_t)h->block_size * (uint64_t)m3_row_bytes(o->kv_type, h->head_dim);
   s->index_page = (uint64_t)h->block_size * (uint64_t)m3_row_bytes(o->index_type, h->index_dim);
+  s->low_bit_page = o->low_bit ? (uint64_t)o->backend->low_bit_page_bytes(h) : 0;
   return m3_mul_u64(blocks, (uint64_t)o->sequences, &s->n_pages) && s->n_pages <= INT32_MAX;
 }
 
@@ -32,8 +33,8 @@ m3_status m3_cache_bytes(const m3_cache_options *o, uint64_t *kv_bytes, uint64_t
   for (int32_t i = 0; i < o->layer_count; i++) sparse += layer_is_sparse(o, i);
   /* Page bytes are below 2^45 and pages below 2^31 by the limits of m3.h. */
   if (!sizes_of(o, &s) || !m3_mul_u64(s.n_pages, s.kv_page, &kv) ||
-      !m3_mul_u64(kv, 2 * (uint64_t)o->layer_count, &kv) || !m3_mul_u64(s.n_pages, s.index_page, &index) ||
-      !m3_mul_u64(index, sparse, &index))
+      !m3_mul_u64(kv, 2 * (uint64_t)o->layer_count, &kv) ||
+      !m3_mul_u64(s.n_pages, s.index_page + s.low_bit_page, &index) || !m3_mul_u64(index, sparse, &index))
     return m3_fail(err, M3_ERROR_MEMORY,
                    "not enough memory: %d sequences of %" PRId64 " tokens are more than can be addressed",
                    (int)o->sequences, o->context);
@@ -60,8 +61,7 @@ static void shuffle(int32_t *pages, int32_t n, uint64_t seed) {
 static m3_status alloc_pages(m3_cache *c, void **out, uint64_t page_bytes, int32_t type, int32_t *type_out,
                              m3_error *err) {
   *type_out = type;
-  *out = c->backend->alloc((uint64_t)c->n_pages * page_bytes);
-  return *out ? M3_OK : m3_fail_memory(err, (uint64_t)c->n_pages * page_bytes, "the cache of one layer");
+  return c->backend->alloc(c->state, (uint64_t)c->n_pages * page_bytes, "the cache of one layer", out, err);
 }
 
 static m3_status alloc_layers(m3_cache *c, const m3_cache_options *o, const cache_sizes *s, m3_error *err) {
@@ -73,6 +73,8 @@ static m3_status alloc_layers(m3_cache *c, const m3_cache_options *o, const cach
     if (!status) status = alloc_pages(c, &l->v, s->kv_page, o->kv_type, &l->kv_type, err);
     if (!status && layer_is_sparse(o, i))
       status = alloc_pages(c, &l->index, s->index_page, o->index_type, &l->index_type, err);
+    if (!status && layer_is_sparse(o, i) && o->low_bit)
+      status = alloc_pages(c, &l->low_bit, s->low_bit_page, o->index_type, &l->index_type, err);
     if (status) return status;
   }
   return M3_OK;
@@ -101,6 +103,7 @@ m3_status m3_cache_open(m3_cache *c, const m3_cache_options *o, m3_error *err) {
   cache_sizes s;
   sizes_of(o, &s);
   c->backend = o->backend;
+  c->state = o->state;
   c->block_size = o->hparams->block_size;
   c->context = o->context;
   c->blocks_per_sequence = blocks_of(c, o->context);
@@ -109,6 +112,7 @@ m3_status m3_cache_open(m3_cache *c, const m3_cache_options *o, m3_error *err) {
   c->n_pages = c->n_free = (int32_t)s.n_pages;
   c->kv_page_bytes = (int64_t)s.kv_page;
   c->index_page_bytes = (int64_t)s.index_page;
+  c->low_bit_page_bytes = (int64_t)s.low_bit_page;
   c->poison = o->poison;
   status = alloc_tables(c, err);
   if (!status) status = alloc_layers(c, o, &s, err);
@@ -120,9 +124,10 @@ m3_status m3_cache_open(m3_cache *c, const m3_cache_options *o, m3_error *err) {
 
 void m3_cache_close(m3_cache *c) {
   for (int32_t i = 0; c->layers && i < c->n_layers; i++) {
-    c->backend->free(c->layers[i].k);
-    c->backend->free(c->layers[i].v);
-    c->backend->free(c->layers[i].index);
+    c->backend->free(c->state, c->layers[i].k);
+    c->backend->free(c->state, c->layers[i].v);
+    c->backend->free(c->state, c->layers[i].index);
+    c->backend->free(c->state, c->layers[i].low_bit);
   }
   for (int32_t s = 0; c->sequences && s < c->n_sequences; s++) free(c->sequences[s].table);
   free(c->layers);
@@ -135,12 +140,14 @@ void m3_cache_close(m3_cache *c) {
 /* ---------------------------------------------------------------------------------------------- pages */
 
 /* Applies `operation` to page dst (and src) of every array of every layer. */
-static void on_every_array(m3_cache *c, void (*operation)(const m3_page_params *), int32_t src, int32_t dst) {
+static void on_every_array(m3_cache *c, void (*operation)(m3_device_state *, const m3_page_params *), int32_t src,
+                           int32_t dst) {
   for (int32_t i = 0; i < c->n_layers; i++) {
     m3_layer_cache *l = &c->layers[i];
-    operation(&(m3_page_params){l->k, c->kv_page_bytes, src, dst});
-    operation(&(m3_page_params){l->v, c->kv_page_bytes, src, dst});
-    if (l->index) operation(&(m3_page_params){l->index, c->index_page_bytes, src, dst});
+    operation(c->state, &(m3_page_params){l->k, c->kv_page_bytes, src, dst});
+    operation(c->state, &(m3_page_params){l->v, c->kv_page_bytes, src, dst});
+    if (l->index) operation(c->state, &(m3_page_params){l->index, c->index_page_bytes, src, dst});
+    if (l->low_bit) operation(c->state, &(m3_page_params){l->low_bit, c->low_bit_page_bytes, src, dst});
   }
 }
 

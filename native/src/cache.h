@@ -1,8 +1,8 @@
 /* cache.h - pages of one block each, shared by sequences.
  *
- * A page id stands for the same place in K, V and (sparse layers) index keys of every layer of the window, so the
- * three can only move together. A sequence is a table of page ids and a length; nothing but the table knows
- * where its tokens lie. Pages are counted, and copied when a writer meets a shared one. */
+ * A page id stands for the same place in K, V and (sparse layers) index keys and their low-bit copies of every layer of
+ * the window, so that they can only move together. A sequence is a table of page ids and a length; nothing but the
+ * table knows where its tokens lie. Pages are counted, and copied when a writer meets a shared one. */
 #ifndef M3_SRC_CACHE_H
 #define M3_SRC_CACHE_H
 
@@ -16,13 +16,14 @@ typedef struct m3_sequence {
 
 typedef struct m3_cache {
   const m3_backend *backend;
+  m3_device_state *state;
   int32_t block_size;
   int64_t context; /* tokens that one sequence can hold */
   int64_t blocks_per_sequence;
   int32_t n_sequences;
   int32_t n_layers;
   m3_layer_cache *layers; /* [n_layers] of the window */
-  int64_t kv_page_bytes, index_page_bytes;
+  int64_t kv_page_bytes, index_page_bytes, low_bit_page_bytes;
   int32_t n_pages, n_free;
   int32_t *free_pages; /* [n_pages] a stack: the next one is free_pages[n_free - 1] */
   int32_t *uses;       /* [n_pages] sequences that hold the page */
@@ -34,16 +35,19 @@ typedef struct m3_cache {
 typedef struct m3_cache_options {
   const m3_hparams *hparams;
   const m3_backend *backend;
+  m3_device_state *state;
   int32_t sequences;
   int64_t context;
   int32_t kv_type, index_type;
   int32_t layer_first, layer_count;
-  bool sparse; /* false: no layer has index keys */
+  bool sparse;  /* false: no layer has index keys */
+  bool low_bit; /* sparse layers have low-bit copies of them */
   bool poison;
   uint64_t page_seed;
 } m3_cache_options;
 
-/* Bytes of K and V, and of index keys. M3_ERROR_MEMORY if they do not fit in 64 bits or the pages in 31. */
+/* Bytes of K and V, and of index keys with their low-bit copies. M3_ERROR_MEMORY if they do not fit in 64 bits or the
+ * pages in 31. */
 m3_status m3_cache_bytes(const m3_cache_options *options, uint64_t *kv_bytes, uint64_t *index_bytes, m3_error *err);
 
 /* Fills a zeroed cache; m3_cache_close frees what a failure left. */

@@ -23,14 +23,23 @@ static void fill_rope(m3_session *s, int32_t n) {
     }
   }
   uint64_t bytes = (uint64_t)n * (uint64_t)half * sizeof(float);
-  s->model->backend->upload(s->cos, s->host_cos, bytes);
-  s->model->backend->upload(s->sin, s->host_sin, bytes);
+  s->model->backend->upload(s->state, s->cos, s->host_cos, bytes);
+  s->model->backend->upload(s->state, s->sin, s->host_sin, bytes);
 }
 
-static m3_status not_finite(const m3_session *s, int32_t layer, const char *what, m3_error *err) {
+static m3_status not_finite(const m3_session *s, int32_t layer, m3_part part, m3_error *err) {
+  static const char *const names[M3_PARTS] = {[M3_PART_SCORES] = "an index score",
+                                              [M3_PART_ROUTER] = "a router logit or bias",
+                                              [M3_PART_OUTPUT] = "its output"};
+  if (part == M3_PART_INPUT)
+    return m3_fail(err, M3_ERROR_NOT_FINITE, "the input of layer %d is NaN or infinite", (int)layer);
+  if (part == M3_PART_LOGITS)
+    return m3_fail(err, M3_ERROR_NOT_FINITE,
+                   "the output head: a logit is NaN or infinite; output_norm or output is broken");
   bool f16 = s->options.kv_type == M3_TYPE_F16 || s->options.index_type == M3_TYPE_F16;
   return m3_fail(err, M3_ERROR_NOT_FINITE, "layer %d: %s is NaN or infinite; its weights are broken%s", (int)layer,
-                 what, f16 ? ", or its keys and values overflow the F16 cache (F32 or BF16 would hold them)" : "");
+                 names[part],
+                 f16 ? ", or its keys and values overflow the F16 cache (F32 or BF16 would hold them)" : "");
 }
 
 static void record(m3_session *s, int32_t layer, int64_t first, int32_t n) {
@@ -40,11 +49,11 @@ static void record(m3_session *s, int32_t layer, int64_t first, int32_t n) {
   int64_t list = (int64_t)h->n_index_head * h->top_k, scores = h->n_index_head * s->last_blocks;
   int64_t masses = (int64_t)h->n_head * h->top_k;
   if (s->options.record & M3_RECORD_BLOCKS)
-    b->download(s->blocks[i] + first * list, s->scratch.blocks, (uint64_t)(n * list) * sizeof(int32_t));
+    b->download(s->state, s->blocks[i] + first * list, s->scratch.blocks, (uint64_t)(n * list) * sizeof(int32_t));
   if (s->options.record & M3_RECORD_SCORES)
-    b->download(s->block_scores[i] + first * scores, s->scores, (uint64_t)(n * scores) * sizeof(float));
+    b->download(s->state, s->block_scores[i] + first * scores, s->scores, (uint64_t)(n * scores) * sizeof(float));
   if (s->options.record & M3_RECORD_MASS)
-    b->download(s->masses[i] + first * masses, s->mass, (uint64_t)(n * masses) * sizeof(float));
+    b->download(s->state, s->masses[i] + first * masses, s->mass, (uint64_t)(n * masses) * sizeof(float));
 }
 
 /* Lists that the batch gives in place of selected ones, of the layer of that number among the window's sparse ones. */
@@ -52,7 +61,8 @@ static void upload_blocks(m3_session *s, const m3_batch *batch, int32_t layer, i
   const m3_hparams *h = &s->model->hparams;
   int32_t dense = h->n_dense_layer > s->options.layer_first ? h->n_dense_layer : s->options.layer_first;
   int64_t list = (int64_t)h->n_index_head * h->top_k;
-  s->model->backend->upload(s->scratch.blocks, batch->blocks + ((layer - dense) * batch->n_tokens + first) * list,
+  s->model->backend->upload(s->state, s->scratch.blocks,
+                            batch->blocks + ((layer - dense) * batch->n_tokens + first) * list,
                             (uint64_t)(n * list) * sizeof(int32_t));
 }
 
@@ -73,8 +83,11 @@ static m3_status attention(m3_session *s, const m3_context *c, const m3_batch *b
                           .blocks = s->scratch.blocks,
                           .n_blocks = s->last_blocks,
                           .max_blocks = longest / s->model->hparams.block_size + 1,
+                          .low_bit_from = s->options.index_scan == M3_INDEX_SCAN_LOW_BIT
+                                              ? 0
+                                              : M3_LOW_BIT_TOKENS / s->model->hparams.block_size,
                           .scores = s->options.record & M3_RECORD_SCORES ? s->scores : NULL};
-    if (!b->select(c, &p)) return not_finite(s, layer, "an index score", err);
+    if (!b->select(c, &p)) return not_finite(s, layer, M3_PART_SCORES, err);
   }
   if (given) upload_blocks(s, batch, layer, first, rows->n);
   if (cache.index) blocks = s->scratch.blocks;
@@ -92,7 +105,7 @@ static m3_status feed_forward(m3_session *s, const m3_context *c, int32_t layer,
     b->mlp(c, &p);
     return M3_OK;
   }
-  if (!b->router(c, &p)) return not_finite(s, layer, "a router logit or bias", err);
+  if (!b->router(c, &p)) return not_finite(s, layer, M3_PART_ROUTER, err);
   b->experts(c, &p);
   if (s->model->hparams.n_ff_shared) b->shared(c, &p);
   return M3_OK;
@@ -106,11 +119,10 @@ static m3_status logits_of(m3_session *s, const m3_context *c, const m3_batch *b
   const m3_weight *w = s->model->outer;
   uint64_t row_bytes = (uint64_t)h->n_vocab * sizeof(float);
   b->head(c, &(m3_head_params){&w[M3_OUTPUT_NORM], &w[M3_OUTPUT_HEAD], s->picked, n, s->logits});
-  if (!b->finite(c, s->logits, (int64_t)n * h->n_vocab))
-    return m3_fail(err, M3_ERROR_NOT_FINITE,
-                   "the output head: a logit is NaN or infinite; output_norm or output is broken");
+  if (!b->finite(c, s->logits, (int64_t)n * h->n_vocab, M3_PART_LOGITS))
+    return not_finite(s, h->n_layer, M3_PART_LOGITS, err);
   for (int32_t i = 0; i < n; i++)
-    b->download(batch->out + places[i] * h->n_vocab, s->logits + (int64_t)i * h->n_vocab, row_bytes);
+    b->download(s->state, batch->out + places[i] * h->n_vocab, s->logits + (int64_t)i * h->n_vocab, row_bytes);
   return M3_OK;
 }
 
@@ -127,7 +139,7 @@ static m3_status write_logits(m3_session *s, const m3_context *c, const m3_batch
     bool last = row == end - 1;
     if (batch->output == M3_OUTPUT_ALL || last) {
       places[picked] = batch->output == M3_OUTPUT_ALL ? row : span - 1;
-      s->model->backend->copy(s->picked + (int64_t)picked * h->n_embd, s->hidden + (int64_t)r * h->n_embd,
+      s->model->backend->copy(s->state, s->picked + (int64_t)picked * h->n_embd, s->hidden + (int64_t)r * h->n_embd,
                               (uint64_t)h->n_embd * sizeof(float));
       picked++;
     }
@@ -146,34 +158,52 @@ static void enter(m3_session *s, const m3_context *c, const m3_batch *batch, int
   if (s->options.layer_first == 0)
     b->embed(c, &(m3_embed_params){&s->model->outer[M3_TOKEN_EMBD], batch->ids + first, n, s->hidden});
   else
-    b->upload(s->hidden, batch->hidden + first * n_embd, (uint64_t)(n * n_embd) * sizeof(float));
+    b->upload(s->state, s->hidden, batch->hidden + first * n_embd, (uint64_t)(n * n_embd) * sizeof(float));
 }
 
-m3_status m3_forward_chunk(m3_session *s, const m3_batch *batch, int64_t first, int32_t n, m3_error *err) {
+static m3_status run_layers(m3_session *s, m3_context *c, const m3_batch *batch, int64_t first, int32_t n,
+                            m3_error *err) {
   const m3_hparams *h = &s->model->hparams;
   const m3_backend *b = s->model->backend;
-  m3_context c = {h, s->model->kernels, &s->scratch, NULL};
   m3_rows rows = {n, s->row_seq, s->row_pos, s->cache.tables, s->cos, s->sin};
   fill_rope(s, n);
-  enter(s, &c, batch, first, n);
-  if (!b->finite(&c, s->hidden, (int64_t)n * h->n_embd))
-    return m3_fail(err, M3_ERROR_NOT_FINITE, "the input of layer %d is NaN or infinite", (int)s->options.layer_first);
+  b->begin(c, &rows);
+  enter(s, c, batch, first, n);
+  if (!b->finite(c, s->hidden, (int64_t)n * h->n_embd, M3_PART_INPUT))
+    return not_finite(s, c->layer, M3_PART_INPUT, err);
   int32_t end = s->options.layer_first + s->options.layer_count;
   for (int32_t layer = s->options.layer_first; layer < end; layer++) {
     if (atomic_load(&s->cancel)) return m3_fail(err, M3_ERROR_CANCELLED, "the evaluation was cancelled");
-    if (s->inputs) c.inputs = s->inputs + (layer - s->options.layer_first) * M3_INPUTS;
-    m3_status status = attention(s, &c, batch, &rows, layer, first, err);
-    if (!status) status = feed_forward(s, &c, layer, n, err);
+    c->layer = layer;
+    if (s->inputs) c->inputs = s->inputs + (layer - s->options.layer_first) * M3_INPUTS;
+    m3_status status = attention(s, c, batch, &rows, layer, first, err);
+    if (!status) status = feed_forward(s, c, layer, n, err);
     if (status) return status;
-    if (!b->finite(&c, s->hidden, (int64_t)n * h->n_embd)) return not_finite(s, layer, "its output", err);
+    if (!b->finite(c, s->hidden, (int64_t)n * h->n_embd, M3_PART_OUTPUT))
+      return not_finite(s, layer, M3_PART_OUTPUT, err);
     atomic_fetch_add(&s->done, n);
   }
+  c->layer = h->n_layer;
   if (s->inputs && end == h->n_layer &&
-      !b->head_input(&c, &(m3_head_input_params){&s->model->outer[M3_OUTPUT_NORM], s->hidden, n}))
+      !b->head_input(c, &(m3_head_input_params){&s->model->outer[M3_OUTPUT_NORM], s->hidden, n}))
     return m3_fail(err, M3_ERROR_NOT_FINITE, "the input of the output head is NaN or infinite; output_norm is broken");
   if (batch->output == M3_OUTPUT_HIDDEN) {
-    b->download(batch->out + first * h->n_embd, s->hidden, (uint64_t)n * (uint64_t)h->n_embd * sizeof(float));
+    b->download(s->state, batch->out + first * h->n_embd, s->hidden, (uint64_t)n * (uint64_t)h->n_embd * sizeof(float));
     return M3_OK;
   }
-  return write_logits(s, &c, batch, first, n, err);
+  return write_logits(s, c, batch, first, n, err);
+}
+
+m3_status m3_forward_chunk(m3_session *s, const m3_batch *batch, int64_t first, int32_t n, m3_error *err) {
+  m3_context c = {.hparams = &s->model->hparams,
+                  .kernels = s->model->kernels,
+                  .scratch = &s->scratch,
+                  .state = s->state,
+                  .layer = s->options.layer_first};
+  m3_status status = run_layers(s, &c, batch, first, n, err);
+  if (status) return status;
+  m3_broken broken;
+  status = s->model->backend->finish(&c, &broken, err);
+  if (status || broken.part == M3_PARTS) return status;
+  return not_finite(s, broken.layer, broken.part, err);
 }

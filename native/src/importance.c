@@ -101,10 +101,10 @@ m3_status m3_session_importance(const m3_session *s, const char *tensor, const m
                    tensor, out->n_matrix, out->n_in, out->sums && out->counts ? "" : " at NULL", in->n_matrix,
                    in->width);
   const m3_backend *b = s->model->backend;
-  b->download(out->sums, in->sums, (uint64_t)(in->n_matrix * in->width) * sizeof(double));
+  b->download(s->state, out->sums, in->sums, (uint64_t)(in->n_matrix * in->width) * sizeof(double));
   for (int64_t i = 0; i < in->n_matrix; i++) {
     double rows;
-    b->download(&rows, in->rows + i, sizeof rows);
+    b->download(s->state, &rows, in->rows + i, sizeof rows);
     out->counts[i] = (int64_t)rows;
   }
   return M3_OK;

@@ -9,6 +9,7 @@
 
 #include "cpu/kernels.h"
 #include "quant/traits.h"
+#include "weights.h"
 
 #define ARCH "minimax-m3"
 
@@ -347,13 +348,21 @@ static m3_status choose_backend(m3_model *m, const m3_model_options *options, m3
   int32_t isa = options ? options->isa : M3_ISA_AUTO;
   if (device < M3_DEVICE_AUTO || device > M3_DEVICE_CUDA)
     return m3_fail(err, M3_ERROR_ARGUMENT, "device is %d, expected auto (0), cpu (1) or cuda (2)", (int)device);
-  if (device == M3_DEVICE_CUDA)
-    return m3_fail(err, M3_ERROR_UNSUPPORTED, "device cuda: this library was built without CUDA; cpu works");
   m->backend = &m3_cpu_backend;
+  if (device != M3_DEVICE_CPU) {
+    m3_status missing = m3_cuda_backend(&m->backend, err);
+    if (missing && device == M3_DEVICE_CUDA) return missing;
+    if (missing) m->backend = &m3_cpu_backend;
+  }
   m3_isa chosen;
   m3_status status = m3_choose_isa(isa, &chosen, err);
-  if (!status) m->kernels = m3_kernels_for(chosen);
-  return status;
+  if (status) return status;
+  m->kernels = m3_kernels_for(chosen);
+  if (m->backend->describe)
+    m->backend->describe(m->device_name, sizeof m->device_name);
+  else
+    snprintf(m->device_name, sizeof m->device_name, "%s", m->kernels->name);
+  return m3_loading_open(&m->loading, err);
 }
 
 static m3_status open_gguf(m3_gguf *gguf, const m3_model_options *options, m3_model **out, m3_error *err) {
@@ -406,11 +415,20 @@ m3_status m3_model_open_header(const void *bytes, uint64_t n_bytes, const char *
   return status ? status : open_gguf(gguf, options, out, err);
 }
 
+static void unbind(const m3_model *m, m3_weight *w) {
+  m3_weight_drop(m, w);
+  free(w->experts);
+  w->experts = NULL;
+  w->data = NULL;
+}
+
 void m3_model_close(m3_model *m) {
   if (!m) return;
+  for (int r = 0; r < M3_OUTER_ROLES; r++) unbind(m, &m->outer[r]);
   for (int32_t l = 0; m->layers && l < m->hparams.n_layer; l++)
-    for (int r = 0; r < M3_LAYER_ROLES; r++) free(m->layers[l].w[r].experts);
+    for (int r = 0; r < M3_LAYER_ROLES; r++) unbind(m, &m->layers[l].w[r]);
   free(m->layers);
+  m3_loading_close(m->loading);
   m3_gguf_close(m->gguf);
   free(m);
 }
@@ -462,7 +480,7 @@ m3_status m3_model_bind(m3_model *m, const char *tensor, int32_t expert, const v
     free(w->experts);
     w->experts = NULL;
     w->data = data;
-    return M3_OK;
+    return m3_weight_bound(m, w, expert, err);
   }
   if (!w->experts) {
     w->experts = calloc((size_t)n_expert, sizeof *w->experts);
@@ -470,13 +488,7 @@ m3_status m3_model_bind(m3_model *m, const char *tensor, int32_t expert, const v
     w->data = NULL;
   }
   w->experts[expert] = data;
-  return M3_OK;
-}
-
-static void unbind(m3_weight *w) {
-  free(w->experts);
-  w->experts = NULL;
-  w->data = NULL;
+  return m3_weight_bound(m, w, expert, err);
 }
 
 m3_status m3_model_unbind_layer(m3_model *m, int32_t layer, m3_error *err) {
@@ -485,7 +497,7 @@ m3_status m3_model_unbind_layer(m3_model *m, int32_t layer, m3_error *err) {
   if (layer < -1 || layer >= m->hparams.n_layer)
     return m3_fail(err, M3_ERROR_ARGUMENT, "layer %d, expected -1 to %d", (int)layer, m->hparams.n_layer - 1);
   m3_weight *w = layer < 0 ? m->outer : m->layers[layer].w;
-  for (int r = 0; r < (layer < 0 ? (int)M3_OUTER_ROLES : (int)M3_LAYER_ROLES); r++) unbind(&w[r]);
+  for (int r = 0; r < (layer < 0 ? (int)M3_OUTER_ROLES : (int)M3_LAYER_ROLES); r++) unbind(m, &w[r]);
   return M3_OK;
 }
 

@@ -41,6 +41,7 @@ struct m3_weight {
   const m3_tensor *tensor; /* NULL for a role that the layer does not have */
   const void *data;        /* the whole tensor, or NULL */
   const void **experts;    /* [ne[2]] one matrix each, when bound one by one; owned by the model */
+  void *device;            /* the whole tensor on the backend's device, see weights.h; owned by the model */
 };
 
 struct m3_layer {
@@ -55,6 +56,8 @@ struct m3_model {
   m3_weight outer[M3_OUTER_ROLES];
   const m3_backend *backend;
   const struct m3_kernels *kernels; /* of the CPU backend */
+  char device_name[128];
+  struct m3_loading *loading; /* see weights.h */
 };
 
 /* Reads and validates the dimensions. */

@@ -7,6 +7,7 @@
 #include "importance.h"
 #include "quant/traits.h"
 #include "threads.h"
+#include "weights.h"
 
 #define DEFAULT_CHUNK 512
 #define MAX_CHUNK 65536
@@ -60,12 +61,24 @@ static m3_status complete_options(const m3_model *m, const m3_session_options *i
                      (int)o->layer_first);
   if (!status && o->record & M3_RECORD_IMPORTANCE && !m->backend->head_input)
     status = m3_fail(err, M3_ERROR_UNSUPPORTED, "backend %s does not record importance; cpu does", m->backend->name);
+  if (!status) status = check_range("index_scan", o->index_scan, M3_INDEX_SCAN_AUTO, M3_INDEX_SCAN_LOW_BIT, err);
+  if (!status && o->index_scan == M3_INDEX_SCAN_LOW_BIT && !m->backend->low_bit_page_bytes)
+    status = m3_fail(err, M3_ERROR_UNSUPPORTED, "index_scan low_bit: backend %s has no low-bit index keys; cpu has",
+                     m->backend->name);
   if (!status) status = check_range("flags", o->flags, 0, M3_SESSION_POISON, err);
   if (!status) status = check_cache_type(o->kv_type, m->hparams.head_dim, "kv_type", err);
   if (!status) status = check_cache_type(o->index_type, m->hparams.index_dim, "index_type", err);
   /* A chunk longer than everything the session can hold would only cost memory. */
   if (!status && o->chunk > o->context * o->sequences) o->chunk = (int32_t)(o->context * o->sequences);
   return status;
+}
+
+/* Low-bit copies by themselves: where a sequence can grow so long that they were measured to pay, and where they are
+ * smaller than the keys. */
+static bool keeps_low_bit(const m3_model *m, const m3_session_options *o) {
+  if (o->index_scan != M3_INDEX_SCAN_AUTO) return o->index_scan == M3_INDEX_SCAN_LOW_BIT;
+  bool smaller = o->index_type == M3_TYPE_F32 || o->index_type == M3_TYPE_F16 || o->index_type == M3_TYPE_BF16;
+  return m->backend->low_bit_page_bytes && smaller && o->context >= M3_LOW_BIT_TOKENS;
 }
 
 static m3_cache_options cache_options(const m3_model *m, const m3_session_options *o) {
@@ -79,6 +92,7 @@ static m3_cache_options cache_options(const m3_model *m, const m3_session_option
       .layer_first = o->layer_first,
       .layer_count = o->layer_count,
       .sparse = o->attention == M3_ATTENTION_SPARSE,
+      .low_bit = keeps_low_bit(m, o),
       .poison = (o->flags & M3_SESSION_POISON) != 0,
       .page_seed = o->page_seed,
   };
@@ -122,10 +136,12 @@ static int list_buffers(m3_session *s, const m3_model *m, const m3_session_optio
       {(void **)&w->up, mlp, sizeof(float), false},
       {(void **)&w->expert_in, pairs * h->n_embd, sizeof(float), false},
       {(void **)&w->expert_out, pairs * h->n_embd, sizeof(float), false},
+      {(void **)&w->logits, rows * h->n_expert, sizeof(float), false},
       {(void **)&w->experts, pairs, sizeof(int32_t), false},
       {(void **)&w->weights, pairs, sizeof(float), false},
       {(void **)&w->blocks, rows * h->n_index_head * h->top_k, sizeof(int32_t), false},
-      {(void **)&w->grouping, h->n_expert + 1 + pairs, sizeof(int32_t), false},
+      {(void **)&w->grouping, h->n_expert + 1 + 2 * pairs, sizeof(int32_t), false},
+      {(void **)&w->rounded, m->backend->input_bytes ? m->backend->input_bytes(h, rows) : 0, 1, false},
       {(void **)&w->thread, w->thread_floats * o->n_threads, sizeof(float), false},
       {(void **)&s->hidden, rows * h->n_embd, sizeof(float), false},
       {(void **)&s->cos, rows * half, sizeof(float), false},
@@ -153,8 +169,14 @@ static m3_status alloc_buffers(m3_session *s, m3_error *err) {
   for (int i = 0; i < n; i++) {
     uint64_t bytes = (uint64_t)list[i].count * list[i].size;
     if (!bytes) continue;
-    *list[i].pointer = list[i].host ? m3_alloc(bytes, 1) : s->model->backend->alloc(bytes);
-    if (!*list[i].pointer) return m3_fail_memory(err, bytes, "a work buffer (a smaller chunk needs less)");
+    static const char *const purpose = "a work buffer (a smaller chunk needs less)";
+    if (list[i].host) {
+      *list[i].pointer = m3_alloc(bytes, 1);
+      if (!*list[i].pointer) return m3_fail_memory(err, bytes, purpose);
+      continue;
+    }
+    m3_status status = s->model->backend->alloc(s->state, bytes, purpose, list[i].pointer, err);
+    if (status) return status;
   }
   return M3_OK;
 }
@@ -162,10 +184,22 @@ static m3_status alloc_buffers(m3_session *s, m3_error *err) {
 static void free_buffers(m3_session *s) {
   buffer list[MAX_BUFFERS];
   int n = list_buffers(s, s->model, &s->options, list);
-  for (int i = 0; i < n; i++) list[i].host ? m3_free(*list[i].pointer) : s->model->backend->free(*list[i].pointer);
+  for (int i = 0; i < n; i++) {
+    if (list[i].host)
+      m3_free(*list[i].pointer);
+    else
+      s->model->backend->free(s->state, *list[i].pointer);
+  }
 }
 
 /* ---------------------------------------------------------------------------------------------- open, close */
+
+static m3_state_params state_params(const m3_model *m, const m3_session_options *o) {
+  return (m3_state_params){.hparams = &m->hparams,
+                           .sequences = o->sequences,
+                           .chunk = o->chunk,
+                           .blocks = (o->context + m->hparams.block_size - 1) / m->hparams.block_size};
+}
 
 m3_status m3_session_memory(const m3_model *m, const m3_session_options *options, m3_memory *out, m3_error *err) {
   m3_session_options o;
@@ -179,7 +213,28 @@ m3_status m3_session_memory(const m3_model *m, const m3_session_options *options
   buffer list[MAX_BUFFERS];
   int n = list_buffers(&blank, m, &o, list);
   for (int i = 0; i < n; i++) out->scratch_bytes += (uint64_t)list[i].count * list[i].size;
+  m3_state_params state = state_params(m, &o);
+  out->scratch_bytes += (uint64_t)m->backend->state_bytes(&state);
   return M3_OK;
+}
+
+/* Refuses what does not fit on the device, before anything is brought there. */
+static m3_status check_fits(const m3_model *m, const m3_session_options *o, m3_error *err) {
+  if (!m->backend->memory) return M3_OK;
+  m3_memory session;
+  uint64_t free_bytes, total_bytes, weights = m3_weights_to_load(m, o->layer_first, o->layer_count);
+  m3_status status = m3_session_memory(m, o, &session, err);
+  if (!status) status = m->backend->memory(&free_bytes, &total_bytes, err);
+  if (status) return status;
+  double need =
+      (double)weights + (double)session.kv_bytes + (double)session.index_bytes + (double)session.scratch_bytes;
+  if (need <= (double)free_bytes) return M3_OK;
+  return m3_fail(err, M3_ERROR_MEMORY,
+                 "not enough memory on device %s: %.2f GB are needed (weights to load %.2f, K/V %.2f, index keys %.2f, "
+                 "scratch %.2f), %.2f of %.2f GB are free",
+                 m->backend->name, need * 1e-9, (double)weights * 1e-9, (double)session.kv_bytes * 1e-9,
+                 (double)session.index_bytes * 1e-9, (double)session.scratch_bytes * 1e-9, (double)free_bytes * 1e-9,
+                 (double)total_bytes * 1e-9);
 }
 
 m3_status m3_session_open(m3_model *m, const m3_session_options *options, m3_session **out, m3_error *err) {
@@ -197,9 +252,14 @@ m3_status m3_session_open(m3_model *m, const m3_session_options *options, m3_ses
   s->block_scores = calloc(records, sizeof *s->block_scores);
   s->masses = calloc(records, sizeof *s->masses);
   if (!s->blocks || !s->block_scores || !s->masses) status = m3_fail_memory(err, records * 24, "a session");
+  if (!status) status = check_fits(m, &o, err);
+  if (!status) status = m3_model_load(m, o.layer_first, o.layer_count, err);
+  m3_state_params state = state_params(m, &o);
+  if (!status) status = m->backend->open(&state, &s->state, err);
   if (!status) status = alloc_buffers(s, err);
   if (!status && s->inputs) m3_importance_lay_out(&m->hparams, o.layer_first, o.layer_count, s->sums, s->inputs);
   m3_cache_options c = cache_options(m, &o);
+  c.state = s->state;
   if (!status) status = m3_cache_open(&s->cache, &c, err);
   if (status) {
     m3_session_close(s);
@@ -225,6 +285,7 @@ void m3_session_close(m3_session *s) {
   free(s->masses);
   m3_cache_close(&s->cache);
   free_buffers(s);
+  s->model->backend->close(s->state);
   free(s);
 }
 
@@ -338,7 +399,7 @@ static m3_status check_batch(const m3_session *s, const m3_batch *b, m3_error *e
 static void copy_sums(m3_session *s, double *dst, const double *src) {
   if (!s->inputs) return;
   int64_t n = m3_importance_doubles(&s->model->hparams, s->options.layer_first, s->options.layer_count);
-  s->model->backend->copy(dst, src, (uint64_t)n * sizeof(double));
+  s->model->backend->copy(s->state, dst, src, (uint64_t)n * sizeof(double));
 }
 
 /* Buffers for what this eval records. */
@@ -489,6 +550,11 @@ m3_status m3_session_mass(const m3_session *s, int32_t layer, float *dst, int64_
 }
 
 int64_t m3_session_n_blocks(const m3_session *s) { return s->last_rows ? s->last_blocks : 0; }
+
+void m3_session_scan(const m3_session *s, int64_t *bounded, int64_t *rescored) {
+  *bounded = s->scratch.blocks_bounded;
+  *rescored = s->scratch.blocks_rescored;
+}
 
 void m3_session_pages(const m3_session *s, int64_t *used, int64_t *total) {
   *used = s->cache.n_pages - s->cache.n_free;

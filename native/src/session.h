@@ -11,6 +11,7 @@
 struct m3_session {
   m3_model *model;
   m3_session_options options; /* with the defaults filled in */
+  m3_device_state *state;
   m3_cache cache;
   m3_scratch scratch;
   float *hidden;    /* [chunk, n_embd] on the backend */
@@ -33,6 +34,10 @@ struct m3_session {
   atomic_bool cancel;
   atomic_llong done, total;
 };
+
+/* Tokens of a sequence from which the low-bit scan pays, as measured by tests/bench/msa.c; by itself
+ * (M3_INDEX_SCAN_AUTO) it is used from there on. */
+#define M3_LOW_BIT_TOKENS 32768
 
 /* Rows whose logits are computed together: bounds the logits buffer for a large vocabulary. */
 #define M3_LOGIT_ROWS 32

@@ -37,6 +37,11 @@ _ISAS = {
     "neon": lib.M3_ISA_NEON,
 }
 _ATTENTION = {"sparse": lib.M3_ATTENTION_SPARSE, "dense": lib.M3_ATTENTION_DENSE}
+_INDEX_SCAN = {
+    "auto": lib.M3_INDEX_SCAN_AUTO,
+    "full": lib.M3_INDEX_SCAN_FULL,
+    "low_bit": lib.M3_INDEX_SCAN_LOW_BIT,
+}
 _RECORD = {
     "blocks": lib.M3_RECORD_BLOCKS,
     "scores": lib.M3_RECORD_SCORES,
@@ -48,6 +53,7 @@ _OUTPUT = {"last": lib.M3_OUTPUT_LAST, "all": lib.M3_OUTPUT_ALL, "hidden": lib.M
 DEVICES = tuple(_DEVICES)
 ISAS = tuple(_ISAS)
 ATTENTIONS = tuple(_ATTENTION)
+INDEX_SCANS = tuple(_INDEX_SCAN)
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")  #: of K/V and of index keys
 
 #: Seconds between looks at the progress of an evaluation, and the delay of Ctrl-C.
@@ -111,6 +117,7 @@ class SessionOptions(TypedDict, total=False):
     kv_type: str  #: one of CACHE_TYPES, default "f16"
     index_type: str  #: one of CACHE_TYPES, default "f32"
     attention: str  #: "sparse" (default) or "dense"
+    index_scan: str  #: "auto" (default), "full" or "low_bit"; block lists are the same
     threads: int  #: 0 (default) takes all cores
     chunk: int  #: rows evaluated together, 0 (default) is 512
     layers: tuple[int, int] | None  #: (first, count) of a layer window; (n_layer, 0): output norm and head; None: all
@@ -138,6 +145,7 @@ def _session_options(options: SessionOptions) -> Any:
     o.kv_type = TensorType.parse(options.get("kv_type", "f16"))
     o.index_type = TensorType.parse(options.get("index_type", "f32"))
     o.attention = _choose(_ATTENTION, options.get("attention", "sparse"), "attention")
+    o.index_scan = _choose(_INDEX_SCAN, options.get("index_scan", "auto"), "index_scan")
     o.record = sum(_choose(_RECORD, name, "record") for name in set(options.get("record", ())))
     o.flags = lib.M3_SESSION_POISON if options.get("poison", False) else 0
     return o
@@ -151,8 +159,9 @@ def _evaluate(pointer: Any, batch: Any, buffers: object) -> None:
 class Model:
     """Weights of one model, shared by its sessions. Use it as a context manager.
 
-    path: as for `GGUF`, mapped read-only. device: "auto", "cpu" or "cuda". isa: instruction set of the CPU kernels.
-    InputError names what is wrong with the file or that the device is not there.
+    path: as for `GGUF`, mapped read-only. device: "cpu", "cuda", or "auto": the GPU if library, driver and machine have
+    what it needs. isa: instruction set of the CPU kernels. InputError names what is wrong with the file, MachineError
+    what a device lacks.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, device: str = "auto", isa: str = "auto") -> None:
@@ -197,7 +206,8 @@ class Model:
         raw = lib.m3_model_hparams(pointer)
         self.hparams = Hparams(**{field.name: getattr(raw, field.name) for field in fields(Hparams)})
         self.gguf = GGUF._borrow(lib.m3_model_gguf(pointer), path)
-        self.backend_name = text(lib.m3_model_backend_name(pointer))
+        self.backend_name = text(lib.m3_model_backend_name(pointer))  #: "cpu" or "cuda"
+        self.device_name = text(lib.m3_model_device_name(pointer))  #: of the GPU, or the instruction set
         self.isa_name = text(lib.m3_model_isa_name(pointer))
 
     @property
@@ -228,6 +238,35 @@ class Model:
             mine = [key for key in self._bound if key[0].startswith(f"blk.{layer}.")]
         for key in mine:
             del self._bound[key]
+
+    def device_memory(self) -> tuple[int, int] | None:
+        """Bytes of the GPU that are free and there in all; None on the CPU."""
+        left, total = ffi.new("uint64_t *"), ffi.new("uint64_t *")
+        call(lib.m3_model_device_memory, self._open_pointer(), left, total)
+        return (left[0], total[0]) if total[0] else None
+
+    def load(self, *, progress: Progress | None = None) -> None:
+        """Brings the weights of all layers to the GPU, as the first session would; on the CPU there is nothing to do.
+
+        progress: called with bytes brought and in all. Ctrl-C stops it. MachineError if they do not fit.
+        """
+        pointer = self._open_pointer()
+        done, total = ffi.new("uint64_t *"), ffi.new("uint64_t *")
+        with hold_signals() as held, ThreadPoolExecutor(max_workers=1, thread_name_prefix="m3-load") as worker:
+            future = worker.submit(call, lib.m3_model_load, pointer, 0, 0)
+            try:
+                while not wait((future,), _POLL).done:
+                    if held.pending:
+                        lib.m3_model_cancel_load(pointer)
+                    elif progress:
+                        lib.m3_model_load_progress(pointer, done, total)
+                        progress(done[0], total[0])
+                future.result()
+            except BaseException:
+                while not future.done():
+                    lib.m3_model_cancel_load(pointer)
+                    wait((future,), _POLL)
+                raise
 
     def memory(self, **options: Unpack[SessionOptions]) -> Memory:
         """What a session with these options would take."""
@@ -440,6 +479,15 @@ class Session:
         used, total = ffi.new("int64_t *"), ffi.new("int64_t *")
         lib.m3_session_pages(self._open_pointer(), used, total)
         return used[0], total[0]
+
+    def index_scan_work(self) -> tuple[int, int]:
+        """Blocks that low-bit index scans bounded in all evaluations, and how many of these were scored exactly.
+
+        A block counts once a row and layer. (0, 0) while every scan was full.
+        """
+        bounded, rescored = ffi.new("int64_t *"), ffi.new("int64_t *")
+        lib.m3_session_scan(self._open_pointer(), bounded, rescored)
+        return bounded[0], rescored[0]
 
     def selected_blocks(self, layer: int) -> NDArray[np.int32]:
         """Block lists of the last evaluation: int32 [n_ids, index_heads, top_k], ascending, -1 padded at the end.

@@ -67,6 +67,7 @@ _ERRORS: Final[dict[int, type[M3Error]]] = {
     lib.M3_ERROR_CANCELLED: CancelledError,
     lib.M3_ERROR_UNSUPPORTED: MachineError,
     lib.M3_ERROR_UNBOUND: InputError,
+    lib.M3_ERROR_DEVICE: MachineError,
 }
 
 

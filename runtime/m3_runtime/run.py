@@ -20,7 +20,7 @@ from m3_runtime.native import default_threads, version
 from m3_runtime.quantize import type_name
 from m3_runtime.reply import opens_thinking
 from m3_runtime.sampler import Sampler, SamplerOptions, new_seed
-from m3_runtime.screen import PrefillProgress, Screen
+from m3_runtime.screen import LoadProgress, PrefillProgress, Screen
 from m3_runtime.template import ChatTemplate
 from m3_runtime.text import ChatTokenizer
 
@@ -95,9 +95,9 @@ class Run:
         context = self._context(len(prompt.ids) if prompt else 0)
         session_options = self._session_options(context)
         plan = self._model.memory(**session_options)
-        room = memory.session_room()
-        memory.check_session_fits(plan.total, context, room)
+        memory.check_session_fits(plan.total, context, self._room())
         self._say_status(context, plan)
+        self._load()
         unused = [*self._tokenizer.unused_ids(), *range(len(self._tokenizer), self._model.hparams.n_vocab)]
         sampler = Sampler(self._sampling, self._seed, banned=unused)
         with self._model.session(**session_options) as session:
@@ -127,7 +127,24 @@ class Run:
         def session_bytes(context: int) -> int:
             return self._model.memory(**self._session_options(context)).total
 
-        return memory.default_context(trained, needed, session_bytes, memory.session_room())
+        return memory.default_context(trained, needed, session_bytes, self._room())
+
+    def _room(self) -> int | None:
+        """Bytes for a session: of the GPU what the weights leave, else of the machine. None if that is unknown."""
+        device = self._model.device_memory()
+        if device is None:
+            return memory.session_room()
+        memory.check_weights_fit(self._model.weight_bytes, self._model.device_name, *device)
+        return device[0] - self._model.weight_bytes
+
+    def _load(self) -> None:
+        progress = LoadProgress(sys.stderr)
+        start = time.perf_counter()
+        try:
+            self._model.load(progress=progress)
+        finally:
+            progress.clear()
+        self._load_seconds += time.perf_counter() - start
 
     def _session_options(self, context: int) -> SessionOptions:
         options = self._options
@@ -161,14 +178,22 @@ class Run:
         return (
             f"{self._model.path}: {types}; attention {self._attention()}; context {context}; "
             f"K/V {options.kv_type} {size(plan.kv_bytes)}, index keys {options.index_type} {size(plan.index_bytes)}, "
-            f"scratch {size(plan.scratch_bytes)}; {self._model.backend_name} {self._model.isa_name}, "
-            f"{self._threads} threads; seed {self._seed}"
+            f"scratch {size(plan.scratch_bytes)}; {self._device()}; seed {self._seed}"
         )
+
+    def _device(self) -> str:
+        name = f"{self._model.backend_name} {self._model.device_name}"
+        device = self._model.device_memory()
+        if device is None:
+            return f"{name}, {self._threads} threads"
+        return f"{name}, {memory.gigabytes(device[0])} of {memory.gigabytes(device[1])} free"
 
     def _say_status(self, context: int, plan: Memory) -> None:
         _say(self._status(context, plan))
         if self._options.attention == "dense":
             _say(DENSE_WARNING)
+        if self._model.backend_name != "cpu":
+            return
         free, needed = memory.available_memory(), self._model.weight_bytes + plan.total
         if free is not None and needed > free:
             _say(
@@ -248,6 +273,7 @@ class Run:
             "kv_type": options.kv_type,
             "index_type": options.index_type,
             "device": self._model.backend_name,
+            "device_name": self._model.device_name,
             "isa": self._model.isa_name,
             "threads": self._threads,
             "version": version(),

@@ -76,26 +76,22 @@ class Screen:
         stream.flush()
 
 
-class PrefillProgress:
-    """Reports a long prefill on stderr: a line every 1.5 seconds, on a terminal one line that is rewritten."""
+class _Progress:
+    """Reports something long on stderr: a line every 1.5 seconds, on a terminal one line that is rewritten."""
 
-    def __init__(self, err: TextIO, n_tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, err: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._err = err
-        self._n_tokens = n_tokens
         self._clock = clock
         self._start = self._last = clock()
         self._shown = 0  #: columns to erase
 
     def __call__(self, done: int, total: int) -> None:
-        """done, total: steps of `Session.eval`."""
+        """done, total: steps or bytes."""
         now = self._clock()
         if now - self._last < 1.5 or total <= 0:
             return
         self._last = now
-        share = done / total
-        text = (
-            f"prefill: {share:.0%} of {self._n_tokens} tokens, {share * self._n_tokens / (now - self._start):.1f} tok/s"
-        )
+        text = self._text(done, total, now - self._start)
         if self._err.isatty():
             self._err.write("\r" + text.ljust(self._shown))
             self._shown = len(text)
@@ -109,3 +105,25 @@ class PrefillProgress:
             self._err.write("\r" + " " * self._shown + "\r")
             self._err.flush()
             self._shown = 0
+
+    def _text(self, done: int, total: int, seconds: float) -> str:
+        raise NotImplementedError
+
+
+class PrefillProgress(_Progress):
+    """Of `Session.eval`: tokens of a prompt."""
+
+    def __init__(self, err: TextIO, n_tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(err, clock)
+        self._n_tokens = n_tokens
+
+    def _text(self, done: int, total: int, seconds: float) -> str:
+        share = done / total
+        return f"prefill: {share:.0%} of {self._n_tokens} tokens, {share * self._n_tokens / seconds:.1f} tok/s"
+
+
+class LoadProgress(_Progress):
+    """Of `Model.load`: bytes of the weights."""
+
+    def _text(self, done: int, total: int, seconds: float) -> str:
+        return f"loading: {done / total:.0%} of {total / 1e9:.2f} GB, {done / seconds / 1e9:.2f} GB/s"

@@ -23,6 +23,7 @@ class Golden:
     case: GoldenCase
     stored: dict[str, np.ndarray[Any, Any]]
     checkpoint: Path
+    device: str
 
     @property
     def sparse_layers(self) -> range:
@@ -58,7 +59,7 @@ def golden(request, tmp_path_factory):
         pytest.fail(
             "make_checkpoint.py makes other weights than the golden vectors were computed from: run make_golden.py"
         )
-    return Golden(case, stored, folder)
+    return Golden(case, stored, folder, request.config.getoption("--device"))
 
 
 def evaluate(golden, path, sizes, *, isa="auto", **options):
@@ -67,7 +68,7 @@ def evaluate(golden, path, sizes, *, isa="auto", **options):
     n_blocks = -(-len(ids) // golden.case.spec.block)
     logits, blocks, scores = [], {i: [] for i in layers}, {i: [] for i in layers}
     with (
-        Model(path, device="cpu", isa=isa) as model,
+        Model(path, device=golden.device, isa=isa) as model,
         model.session(context=len(ids), index_type="f32", record=("blocks", "scores"), **options) as session,
     ):
         for part in np.split(ids, cuts(len(ids), sizes)):
@@ -167,9 +168,11 @@ def test_float32_equals_transformers(golden, parts):
 
 @pytest.mark.parametrize("isa", ["scalar", "avx2", "avx512", "neon"])
 def test_every_instruction_set_equals_transformers(golden, isa):
+    if golden.device != "cpu":
+        pytest.skip("instruction sets are of the CPU")
     path = golden.convert("f32")
     try:
-        Model(path, isa=isa).close()
+        Model(path, device="cpu", isa=isa).close()
     except MachineError as error:
         pytest.skip(str(error))
     assert_equals_reference(golden, evaluate(golden, path, [golden.case.n_tokens], isa=isa, kv_type="f32"))
@@ -187,7 +190,8 @@ class Bounds:
     """Of a run whose weights or cache are not those of the reference, so that near-ties may fall the other way.
 
     One flip moves the logits of its token by 1 to 6, so means are compared, not maxima. Each bound is one and a half
-    times what was measured with AVX2; for `lists` that holds for the share of lists that differ.
+    times what was measured with AVX2 or on an H200, whichever is worse; for `lists` that holds for the share of lists
+    that differ.
     """
 
     error: float  #: mean |difference| of logits
@@ -202,7 +206,7 @@ BOUNDS = {
     ("small_blocks", "q8_0", "f32"): Bounds(error=1.5, divergence=0.95, lists=0.55),
     ("release_heads", "f32", "f16"): Bounds(error=7.2e-4, divergence=1.5e-6, lists=0.9995),
     ("odd_sizes", "f32", "f16"): Bounds(error=3.4e-3, divergence=1.5e-6, lists=0.9995),
-    ("small_blocks", "f32", "f16"): Bounds(error=0.065, divergence=0.052, lists=0.9965),
+    ("small_blocks", "f32", "f16"): Bounds(error=0.085, divergence=0.054, lists=0.9916),
 }
 
 

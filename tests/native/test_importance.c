@@ -123,7 +123,7 @@ static void check_operations(m3_isa isa, int32_t threads, op_sums *first) {
   add_input(w, &s, M3_INPUT_EXPERTS_DOWN, c.n_expert, c.n_ff_expert);
   add_input(w, &s, M3_INPUT_HEAD, 1, c.n_embd);
   for (int32_t row = 0; row < w->n; row++) expect_row(w, &s, row);
-  m3_context x = {&w->h, m3_kernels_for(chosen), &w->scratch, s.got};
+  m3_context x = {.hparams = &w->h, .kernels = m3_kernels_for(chosen), .scratch = &w->scratch, .inputs = s.got};
   run_operations(w, &x);
   for (int i = 0; i < M3_INPUTS; i++) {
     double worst = 0, rows = 0;

@@ -8,6 +8,7 @@ enum { N = 150 }; /* tokens: ten blocks, of which two are read */
 
 static m3_model *model;
 static m3_error err;
+static m3_model_options options = {.struct_size = sizeof options, .device = M3_DEVICE_CPU};
 
 static const m3_session_options plain = {.struct_size = sizeof(m3_session_options),
                                          .context = 160,
@@ -71,10 +72,16 @@ static void check_same(const char *what, const run *a, const run *b) {
 static void check_equivalent_runs(const int32_t *ids, const run *want) {
   static run got;
   static const int steps[] = {1, 7, 16, 17, 149};
-  for (size_t i = 0; i < sizeof steps / sizeof *steps; i++) {
-    m3_session *s = new_session(plain);
-    run_in_steps(s, 0, ids, steps[i], &got);
+  for (size_t i = 0; i < 2 * sizeof steps / sizeof *steps; i++) {
+    m3_session_options o = plain;
+    o.index_scan = i % 2 ? M3_INDEX_SCAN_LOW_BIT : M3_INDEX_SCAN_AUTO;
+    m3_session *s = new_session(o);
+    run_in_steps(s, 0, ids, steps[i / 2], &got);
     check_same("cut into pieces", &got, want);
+    int64_t bounded, rescored;
+    m3_session_scan(s, &bounded, &rescored);
+    CHECK(i % 2 && steps[i / 2] <= 7 ? rescored > 0 && rescored <= bounded : !bounded || i % 2,
+          "pieces of %d: %lld of %lld blocks scored", steps[i / 2], (long long)rescored, (long long)bounded);
     m3_session_close(s);
   }
   for (int variant = 0; variant < 12; variant++) {
@@ -83,6 +90,7 @@ static void check_equivalent_runs(const int32_t *ids, const run *want) {
     o.chunk = (int32_t[]){0, 1, 5, 64}[variant % 4];
     o.page_seed = (uint64_t)variant * 1234567;
     o.sequences = 1 + variant % 5;
+    o.index_scan = variant % 3;
     m3_session *s = new_session(o);
     run_in_steps(s, o.sequences - 1, ids, 50, &got);
     check_same("other threads, chunks and pages", &got, want);
@@ -130,8 +138,9 @@ static int64_t pages_used(const m3_session *s) {
 }
 
 /* Fork, go different ways from inside a block, rewind into shared blocks: nobody's past changes. */
-static void check_fork_and_rewind(const int32_t *ids, const run *want) {
+static void check_fork_and_rewind(const int32_t *ids, const run *want, int32_t index_scan) {
   m3_session_options o = plain;
+  o.index_scan = index_scan;
   o.sequences = 3;
   o.page_seed = 9;
   m3_session *s = new_session(o);
@@ -208,6 +217,15 @@ static void check_refusals(const int32_t *ids) {
   CHECK(m3_session_open(model, &o, &s, &err) == M3_ERROR_ARGUMENT && !s, "a cache type that is not there");
   o = plain, o.context = M3_MAX_CONTEXT, o.sequences = M3_MAX_SEQUENCES;
   CHECK(m3_session_open(model, &o, &s, &err) == M3_ERROR_MEMORY && !s, "a cache of petabytes: %s", err.message);
+  o = plain, o.index_scan = M3_INDEX_SCAN_LOW_BIT + 1;
+  CHECK(m3_session_open(model, &o, &s, &err) == M3_ERROR_ARGUMENT && !s, "an index scan that is not there");
+  m3_memory full, low;
+  o = plain, o.index_scan = M3_INDEX_SCAN_FULL;
+  CHECK(m3_session_memory(model, &o, &full, &err) == M3_OK, "%s", err.message);
+  o.index_scan = M3_INDEX_SCAN_LOW_BIT;
+  CHECK(m3_session_memory(model, &o, &low, &err) == M3_OK, "%s", err.message);
+  CHECK(low.index_bytes - full.index_bytes == (T_LAYER - T_DENSE) * 160 * (8 + (T_INDEX + 31) / 32 * 32),
+        "low-bit keys take %llu bytes", (unsigned long long)(low.index_bytes - full.index_bytes));
   o = plain, o.context = 0;
   CHECK(m3_session_open(model, &o, &s, &err) == M3_ERROR_ARGUMENT, "an empty context");
   o = plain, o.layer_first = T_LAYER + 1;
@@ -250,7 +268,7 @@ static void check_scores_and_dense(const int32_t *ids, const run *want) {
 /* A layer at a time, from a header and bound buffers, gives the whole model's bits. */
 static void check_layer_windows(const tiny_file *t, const int32_t *ids, const run *want) {
   m3_model *whole = model;
-  CHECK(m3_model_open_header(t->file.data, t->header_bytes, "tiny header", NULL, &model, &err) == M3_OK, "%s",
+  CHECK(m3_model_open_header(t->file.data, t->header_bytes, "tiny header", &options, &model, &err) == M3_OK, "%s",
         err.message);
   static float hidden[N * T_EMBD], out[N * T_VOCAB];
   for (int layer = 0; layer < T_LAYER; layer++) {
@@ -321,7 +339,7 @@ static void check_nan(tiny_file *t, const int32_t *ids) {
     for (int k = 0; k < (all ? T_EXPERT : 1); k++) x[k] = NAN;
     if (i == 6) x = tiny_data(t, "token_embd.weight") + ids[0] * T_EMBD, x[0] = NAN;
     write_file(path, t->file.data, t->file.size);
-    CHECK(m3_model_open(path, NULL, &model, &err) == M3_OK, "%s", err.message);
+    CHECK(m3_model_open(path, &options, &model, &err) == M3_OK, "%s", err.message);
     m3_session *s = new_session(plain);
     CHECK(eval(s, 0, ids, N, out) == M3_ERROR_NOT_FINITE && strstr(err.message, places[i].says), "%s: '%s'",
           places[i].tensor, err.message);
@@ -376,13 +394,15 @@ static void check_cancel(const int32_t *ids, const run *want) {
   m3_session_close(s);
 }
 
-int main(void) {
+/* `test_session cuda` runs on the GPU. */
+int main(int argc, char **argv) {
+  if (argc > 1 && strcmp(argv[1], "cuda") == 0) options.device = M3_DEVICE_CUDA;
   tiny_file t;
   make_tiny_file(&t);
   char path[64];
   new_path(path, sizeof path, "m3-session");
   write_file(path, t.file.data, t.file.size);
-  if (m3_model_open(path, NULL, &model, &err)) {
+  if (m3_model_open(path, &options, &model, &err)) {
     printf("%s\n", err.message);
     return 1;
   }
@@ -394,7 +414,8 @@ int main(void) {
   m3_session_close(s);
   check_equivalent_runs(ids, &want);
   check_neighbours(ids, &want);
-  check_fork_and_rewind(ids, &want);
+  check_fork_and_rewind(ids, &want, M3_INDEX_SCAN_FULL);
+  check_fork_and_rewind(ids, &want, M3_INDEX_SCAN_LOW_BIT);
   check_refusals(ids);
   check_scores_and_dense(ids, &want);
   check_layer_windows(&t, ids, &want);

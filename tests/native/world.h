@@ -5,6 +5,10 @@
 
 #include <stdlib.h>
 
+#ifdef M3_TEST_CUDA
+#include <cuda_runtime_api.h>
+#endif
+
 #include "backend.h"
 #include "check.h"
 #include "cpu/kernels.h"
@@ -35,10 +39,24 @@ typedef struct world {
   m3_scratch scratch;
   float *hidden;
   uint64_t seed;
+  const m3_backend *backend;
+  m3_device_state *state;
 } world;
 
+static inline bool on_gpu(const m3_backend *b) { return b->weight_load != NULL; }
+
+/* Everything lies in memory that both sides reach under one address: a GPU reads and writes it in the host's memory, so
+ * that a test looks at results where the CPU leaves them. */
 static inline void *keep(world *w, size_t bytes) {
-  void *p = calloc(1, bytes ? bytes : 1);
+  void *p = NULL;
+  if (!bytes) bytes = 1;
+#ifdef M3_TEST_CUDA
+  if (on_gpu(w->backend)) {
+    if (cudaHostAlloc(&p, bytes, cudaHostAllocDefault)) abort();
+    memset(p, 0, bytes);
+  }
+#endif
+  if (!p) p = calloc(1, bytes);
   if (!p || w->n_owned == 256) abort();
   return w->owned[w->n_owned++] = p;
 }
@@ -49,24 +67,32 @@ static inline float *keep_random(world *w, int64_t n, float scale) {
   return p;
 }
 
-/* A random weight [ne2][ne1][ne0] of a type, with rows of about unit gain. */
+/* A random weight [ne2][ne1][ne0] of a type, with rows of about unit gain. In types that are searched for, all rows are
+ * copies of a few, each at its own distance from the last one like it. */
 static inline m3_weight new_weight(world *w, m3_tensor *t, int32_t type, int64_t ne0, int64_t ne1, int64_t ne2) {
   if (ne0 % m3_type_block_size(type)) type = M3_TYPE_F16;
   *t = (m3_tensor){.type = type, .n_dims = 3, .ne = {ne0, ne1, ne2, 1}};
   t->n_bytes = (uint64_t)(m3_row_bytes(type, ne0) * ne1 * ne2);
   float *values = keep_random(w, ne0 * ne1 * ne2, 1.0f / sqrtf((float)ne0));
   void *data = keep(w, t->n_bytes);
+  int64_t row_bytes = m3_row_bytes(type, ne0), n_rows = ne1 * ne2, few = 5;
+  bool copies = m3_type_block_size(type) == 256 && n_rows > few;
+  float *equal = m3_type_needs_importance(type) ? keep(w, (size_t)ne0 * sizeof(float)) : NULL;
+  for (int64_t i = 0; equal && i < ne0; i++) equal[i] = 1;
   m3_row_set rows = {.struct_size = sizeof rows,
                      .type = type,
-                     .n_rows = ne1 * ne2,
+                     .n_rows = copies ? few : n_rows,
                      .n_per_row = ne0,
                      .values = values,
                      .data = data,
-                     .data_bytes = (int64_t)t->n_bytes,
-                     .n_threads = 1};
+                     .data_bytes = (copies ? few : n_rows) * row_bytes,
+                     .n_threads = 1,
+                     .importance = equal};
   if (m3_quantize(&rows, NULL)) abort();
+  for (int64_t row = few; copies && row < n_rows; row++)
+    memcpy((char *)data + row * row_bytes, (char *)data + (row + row / few) % few * row_bytes, (size_t)row_bytes);
   t->data = data;
-  return (m3_weight){.tensor = t, .data = data};
+  return (m3_weight){.tensor = t, .data = data, .device = data};
 }
 
 /* Around `mean`. */
@@ -74,7 +100,7 @@ static inline m3_weight new_norm(world *w, m3_tensor *t, int64_t n, float mean) 
   float *values = keep(w, (size_t)n * sizeof(float));
   for (int64_t i = 0; i < n; i++) values[i] = mean * (1.0f + 0.2f * random_float(&w->seed));
   *t = (m3_tensor){.type = M3_TYPE_F32, .n_dims = 1, .ne = {n, 1, 1, 1}, .n_bytes = (uint64_t)n * 4, .data = values};
-  return (m3_weight){.tensor = t, .data = values};
+  return (m3_weight){.tensor = t, .data = values, .device = values};
 }
 
 static inline void new_weights(world *w) {
@@ -140,7 +166,7 @@ static inline void new_cache(world *w) {
   w->rows.tables = tables;
   size_t kv = (size_t)w->n_pages * (size_t)(c->n_head_kv * c->block_size * m3_row_bytes(c->kv_type, c->head_dim));
   size_t index = (size_t)w->n_pages * (size_t)(c->block_size * m3_row_bytes(c->index_type, c->index_dim));
-  w->cache = (m3_layer_cache){keep(w, kv), keep(w, kv), keep(w, index), c->kv_type, c->index_type};
+  w->cache = (m3_layer_cache){keep(w, kv), keep(w, kv), keep(w, index), c->kv_type, c->index_type, NULL};
   memset(w->cache.k, 0xff, kv);
   memset(w->cache.v, 0xff, kv);
   memset(w->cache.index, 0xff, index);
@@ -202,10 +228,12 @@ static inline void new_scratch(world *w, const m3_backend *b, int32_t threads) {
   s->up = keep(w, (size_t)widest * sizeof(float));
   s->expert_in = keep(w, (size_t)(pairs * c->n_embd) * sizeof(float));
   s->expert_out = keep(w, (size_t)(pairs * c->n_embd) * sizeof(float));
+  s->logits = keep(w, (size_t)(n * c->n_expert) * sizeof(float));
   s->experts = keep(w, (size_t)pairs * sizeof(int32_t));
   s->weights = keep(w, (size_t)pairs * sizeof(float));
   s->blocks = keep(w, (size_t)(n * c->n_head_kv * c->top_k) * sizeof(int32_t));
-  s->grouping = keep(w, (size_t)(c->n_expert + 1 + pairs) * sizeof(int32_t));
+  s->grouping = keep(w, (size_t)(c->n_expert + 1 + 2 * pairs) * sizeof(int32_t));
+  s->rounded = keep(w, (size_t)b->input_bytes(&w->h, n));
   s->thread = keep(w, (size_t)(s->thread_floats * threads) * sizeof(float));
   w->hidden = keep_random(w, n * c->n_embd, 1.0f);
 }
@@ -216,6 +244,7 @@ static inline world *new_world(const op_case *c, const m3_backend *b, int32_t th
   if (!w) abort();
   w->c = *c;
   w->seed = 42;
+  w->backend = b;
   w->h = (m3_hparams){.n_layer = 1,
                       .n_embd = c->n_embd,
                       .n_head = c->n_head,
@@ -243,11 +272,23 @@ static inline world *new_world(const op_case *c, const m3_backend *b, int32_t th
   new_cache(w);
   new_rows(w);
   new_scratch(w, b, threads);
+  m3_state_params state = {&w->h, c->n_sequences, w->n, blocks_of_case(c)};
+  if (b->open(&state, &w->state, NULL)) abort();
+  b->begin(&(m3_context){.hparams = &w->h, .scratch = &w->scratch, .state = w->state}, &w->rows);
   return w;
 }
 
 static inline void free_world(world *w) {
-  for (int i = 0; i < w->n_owned; i++) free(w->owned[i]);
+  w->backend->close(w->state);
+  for (int i = 0; i < w->n_owned; i++) {
+#ifdef M3_TEST_CUDA
+    if (on_gpu(w->backend)) {
+      cudaFreeHost(w->owned[i]);
+      continue;
+    }
+#endif
+    free(w->owned[i]);
+  }
   free(w);
 }
 

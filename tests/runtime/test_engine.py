@@ -1,6 +1,7 @@
 """The Python face of the engine: shapes, errors, sequences, interruption. Its numbers are checked in tests/golden."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -104,6 +105,7 @@ def test_more_tokens_than_the_context_holds(model: Model) -> None:
         ({"kv_type": "q4_k"}, "kv_type Q4_K"),
         ({"index_type": "q4_k"}, "index_type Q4_K"),
         ({"attention": "dens"}, "dens"),
+        ({"index_scan": "int8"}, "int8"),
         ({"record": ("block",)}, "block"),
         ({"threads": -1}, "threads"),
         ({"threads": 100000}, "threads"),
@@ -121,11 +123,25 @@ def test_a_cache_that_cannot_be_had_is_a_machine_error(model: Model) -> None:
         model.session(context=1 << 24, sequences=4096)
 
 
+def test_a_gpu_that_is_not_there_is_named(tiny_gguf: Path) -> None:
+    """Whatever is missing: the build, the driver, the GPU. Without asking for one, the CPU does."""
+    try:
+        Model(tiny_gguf, device="cuda").close()
+    except MachineError as error:
+        assert re.fullmatch("device cuda: .* cpu works", str(error))
+        with Model(tiny_gguf) as model:
+            assert model.backend_name == "cpu"
+            assert model.device_name == model.isa_name
+            assert model.device_memory() is None
+            model.load()  # nothing to do
+    else:
+        with Model(tiny_gguf) as model:
+            assert model.backend_name == "cuda"
+
+
 def test_bad_model_options_are_named(tiny_gguf: Path) -> None:
     with pytest.raises(InputError, match="cpu2"):
         Model(tiny_gguf, device="cpu2")
-    with pytest.raises(MachineError, match="built without CUDA"):
-        Model(tiny_gguf, device="cuda")
     with pytest.raises(InputError, match="sse9"):
         Model(tiny_gguf, isa="sse9")
 
@@ -188,6 +204,29 @@ def test_index_keys_keep_their_own_type(model: Model) -> None:
     # On the same hidden states the type of K and V cannot change what the first sparse layer selects.
     assert (lists["f16", "f32"] == lists["f32", "f32"]).all()
     assert (lists["f32", "bf16"] != lists["f32", "f32"]).any()
+
+
+@pytest.mark.parametrize("index_type", ["f32", "f16", "bf16", "q8_0"])
+def test_the_low_bit_scan_changes_nothing_but_the_work(model: Model, index_type: str) -> None:
+    results = []
+    for scan in ("full", "low_bit"):
+        with model.session(context=256, index_type=index_type, index_scan=scan, record=("blocks",)) as session:
+            session.eval(IDS[:150])
+            steps = [session.eval(IDS[i : i + 1]) for i in range(150, 180)]
+            lists = session.selected_blocks(2)
+            results.append((np.array(steps), lists))
+            bounded, rescored = session.index_scan_work()
+            assert 0 < rescored <= bounded if scan == "low_bit" else bounded == 0
+    assert (results[0][0] == results[1][0]).all() and (results[0][1] == results[1][1]).all()
+
+
+def test_low_bit_keys_are_kept_by_themselves_for_long_contexts_only(model: Model) -> None:
+    def index_bytes(context: int, index_scan: str, index_type: str = "f32") -> int:
+        return model.memory(context=context, index_scan=index_scan, index_type=index_type).index_bytes
+
+    assert index_bytes(4096, "auto") == index_bytes(4096, "full") < index_bytes(4096, "low_bit")
+    assert index_bytes(1 << 17, "auto") == index_bytes(1 << 17, "low_bit") > index_bytes(1 << 17, "full")
+    assert index_bytes(1 << 17, "auto", "q8_0") == index_bytes(1 << 17, "full", "q8_0")  # as small as the copies
 
 
 def test_ctrl_c_stops_an_evaluation_and_keeps_the_length(model: Model) -> None:

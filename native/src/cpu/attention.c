@@ -1,122 +1,88 @@
-/* Preparation of queries and keys, and softmax attention over blocks with a running maximum (flash attention):
- * no array of scores longer than one block. */
+/* Softmax attention over blocks with a running maximum (flash attention): no array of scores longer than one block.
+ *
+ * The keys and values of a block are converted once for all query heads of a KV head and all neighboring rows that read
+ * the block. A row takes its blocks in ascending order, in parts of PART blocks: within a part the maximum runs, then
+ * the part is merged into what came before. Parts are where a single row can be shared out among threads; what a row
+ * gets is the same whoever computes its parts and whoever is computed beside it. */
 #include <math.h>
 #include <string.h>
 
 #include "cpu/cpu.h"
-#include "quant/traits.h"
 
-/* RoPE, NeoX halves: channels i and i + n_rot / 2 turn together, the rest stay. */
-static void rotate(const m3_hparams *h, const float *cos, const float *sin, float *x) {
-  int32_t half = h->n_rot / 2;
-  for (int32_t i = 0; i < half; i++) {
-    float a = x[i], b = x[i + half];
-    x[i] = a * cos[i] - b * sin[i];
-    x[i + half] = b * cos[i] + a * sin[i];
-  }
-}
+#define PART 4      /* blocks */
+#define MAX_ROWS 64 /* that one task takes together */
+#define SLOTS 4     /* parts of a single row that wait in one thread's buffer to be merged */
 
-static void norm_and_rotate(const m3_context *c, const m3_rows *rows, int32_t row, const m3_weight *norm, int64_t n,
-                            float *x) {
-  int64_t half = c->hparams->n_rot / 2;
-  m3_rms_norm(c, x, m3_vector(norm), n, x);
-  rotate(c->hparams, rows->cos + row * half, rows->sin + row * half, x);
-}
-
-static bool holds(const m3_type_traits *t, const float *x, int64_t n) {
-  bool held = true;
-  for (int64_t i = 0; i < n; i++) held &= fabsf(x[i]) <= t->largest;
-  return held;
-}
-
-static void store(int32_t type, const float *src, void *base, int64_t index, int64_t n) {
-  const m3_type_traits *t = m3_traits(type);
-  int64_t bytes = m3_row_bytes(type, n);
-  char *dst = (char *)base + index * bytes;
-  /* Encoders of blocks take only what their type holds. All bits set is NaN, which shows in what reads it. */
-  if (t->block > 1 && !holds(t, src, n))
-    memset(dst, 0xff, (size_t)bytes);
-  else
-    t->from_f32(src, dst, n, NULL);
-}
-
-/* Norms, rotation and cache write of one row. */
-static void finish_row(const m3_context *c, const m3_prepare_params *p, int32_t row) {
-  const m3_hparams *h = c->hparams;
-  const m3_scratch *s = c->scratch;
-  const m3_rows *rows = p->rows;
-  const m3_weight *w = p->layer->w;
-  int64_t pos = rows->pos[row], dim = h->head_dim;
-  int64_t page = rows->tables[rows->seq[row]][pos / h->block_size], slot = pos % h->block_size;
-  for (int32_t i = 0; i < h->n_head; i++)
-    norm_and_rotate(c, rows, row, &w[M3_ATTN_Q_NORM], dim, s->q + ((int64_t)row * h->n_head + i) * dim);
-  for (int32_t i = 0; i < h->n_head_kv; i++) {
-    float *k = s->k + ((int64_t)row * h->n_head_kv + i) * dim;
-    int64_t index = (page * h->n_head_kv + i) * h->block_size + slot;
-    norm_and_rotate(c, rows, row, &w[M3_ATTN_K_NORM], dim, k);
-    store(p->cache.kv_type, k, p->cache.k, index, dim);
-    store(p->cache.kv_type, s->v + ((int64_t)row * h->n_head_kv + i) * dim, p->cache.v, index, dim);
-  }
-  if (!p->cache.index) return;
-  for (int32_t i = 0; i < h->n_index_head; i++)
-    norm_and_rotate(c, rows, row, &w[M3_INDEX_Q_NORM], h->index_dim,
-                    s->index_q + ((int64_t)row * h->n_index_head + i) * h->index_dim);
-  float *k = s->index_k + (int64_t)row * h->index_dim;
-  norm_and_rotate(c, rows, row, &w[M3_INDEX_K_NORM], h->index_dim, k);
-  store(p->cache.index_type, k, p->cache.index, page * h->block_size + slot, h->index_dim);
-}
-
-static void project(const m3_context *c, const m3_weight *w, int32_t n, float *y) {
-  m3_matmul(c, &(m3_matmul_params){.weight = w, .x = c->scratch->normed, .n = n, .y = y, .ldy = w->tensor->ne[1]});
-}
-
-void m3_cpu_prepare(const m3_context *c, const m3_prepare_params *p) {
-  const m3_hparams *h = c->hparams;
-  m3_scratch *s = c->scratch;
-  const m3_weight *w = p->layer->w;
-  int32_t n = p->rows->n;
-#pragma omp parallel for num_threads(m3_threads_for(c, (int64_t)n * h->n_embd)) schedule(static)
-  for (int32_t r = 0; r < n; r++)
-    m3_rms_norm(c, p->hidden + (int64_t)r * h->n_embd, m3_vector(&w[M3_ATTN_NORM]), h->n_embd,
-                s->normed + (int64_t)r * h->n_embd);
-  m3_sum_squares(c, M3_INPUT_ATTENTION, 0, s->normed, n);
-  project(c, &w[M3_ATTN_Q], n, s->q);
-  project(c, &w[M3_ATTN_K], n, s->k);
-  project(c, &w[M3_ATTN_V], n, s->v);
-  if (p->cache.index) {
-    project(c, &w[M3_INDEX_Q], n, s->index_q);
-    project(c, &w[M3_INDEX_K], n, s->index_k);
-  }
-#pragma omp parallel for num_threads(m3_threads_for(c, (int64_t)n * h->n_head * h->head_dim)) schedule(static)
-  for (int32_t r = 0; r < n; r++) finish_row(c, p, r);
-}
-
-/* Running softmax of one query head: the sum so far is scaled to the maximum so far. */
-typedef struct softmax_state {
+/* The softmax of one query head so far: the sum of exponentials relative to the maximum. The maximum is that of the
+ * plain products; they are scaled with the difference. */
+typedef struct softmax {
   float max, sum;
-} softmax_state;
+} softmax;
 
-/* Turns raw products of one block into weights relative to the new maximum, and rescales what was summed. mass: sums
- * of the `listed` blocks so far and room for this one, or NULL. */
-static void absorb_scores(const m3_hparams *h, float *score, int64_t n, softmax_state *state, float *acc, float *mass,
-                          int32_t listed) {
-  float scale = 1.0f / sqrtf((float)h->head_dim), max = state->max;
-  for (int64_t j = 0; j < n; j++) {
-    score[j] *= scale;
-    max = score[j] > max ? score[j] : max;
+/* A thread's buffers; `group` query heads share a KV head. */
+typedef struct buffers {
+  float *k, *v;   /* [block_size, head_dim] converted */
+  float *score;   /* [group, block_size] */
+  float *acc;     /* [most of rows and SLOTS, group, head_dim] parts */
+  softmax *state; /* [the same, group] of the parts */
+  softmax *total; /* [most of rows * group and n_head] of the rows */
+} buffers;
+
+/* Rows that share the conversion of a block: as many as keep their sums in the second cache. */
+static int64_t rows_together(const m3_hparams *h) {
+  int64_t rows = 512 / (h->n_head / h->n_head_kv);
+  return rows < SLOTS ? SLOTS : rows > MAX_ROWS ? MAX_ROWS : rows;
+}
+
+static int64_t totals(const m3_hparams *h) {
+  int64_t together = rows_together(h) * (h->n_head / h->n_head_kv);
+  return together > h->n_head ? together : h->n_head;
+}
+
+int64_t m3_attend_floats(const m3_hparams *h) {
+  int64_t group = h->n_head / h->n_head_kv, parts = rows_together(h) * group;
+  return 2 * (int64_t)h->block_size * h->head_dim + group * h->block_size + parts * (h->head_dim + 2) + 2 * totals(h);
+}
+
+static buffers buffers_of(const m3_context *c, int64_t thread) {
+  const m3_hparams *h = c->hparams;
+  int64_t block = (int64_t)h->block_size * h->head_dim, group = h->n_head / h->n_head_kv;
+  int64_t parts = rows_together(h) * group;
+  buffers b;
+  b.k = c->scratch->thread + thread * c->scratch->thread_floats;
+  b.v = b.k + block;
+  b.score = b.v + block;
+  b.acc = b.score + group * h->block_size;
+  b.state = (softmax *)(void *)(b.acc + parts * h->head_dim);
+  b.total = b.state + parts;
+  return b;
+}
+
+/* ---------------------------------------------------------------------------------------------- one block, one part */
+
+/* What a row reads for one KV head. */
+typedef struct reading {
+  int32_t row, kv_head;
+  const int32_t *list; /* NULL: block i is number i */
+  int64_t n, i;        /* blocks in all and done */
+} reading;
+
+static reading reading_of(const m3_context *c, const m3_attend_params *p, int32_t row, int32_t kv_head) {
+  const m3_hparams *h = c->hparams;
+  reading r = {row, kv_head, NULL, p->rows->pos[row] / h->block_size + 1, 0};
+  if (p->blocks) {
+    r.list = p->blocks + ((int64_t)row * h->n_head_kv + kv_head) * h->top_k;
+    for (r.n = 0; r.n < h->top_k && r.list[r.n] >= 0;) r.n++;
   }
-  float shrink = expf(state->max - max);
-  state->sum *= shrink;
-  for (int32_t i = 0; i < h->head_dim; i++) acc[i] *= shrink;
-  float before = state->sum;
-  for (int64_t j = 0; j < n; j++) {
-    score[j] = expf(score[j] - max);
-    state->sum += score[j];
-  }
-  state->max = max;
-  if (!mass) return;
-  for (int32_t i = 0; i < listed; i++) mass[i] *= shrink;
-  mass[listed] = state->sum - before;
+  return r;
+}
+
+static int64_t block_at(const reading *r, int64_t i) { return r->list ? r->list[i] : i; }
+
+/* Tokens of a block that a row sees. */
+static int64_t visible(const m3_context *c, const m3_attend_params *p, int32_t row, int64_t block) {
+  int64_t size = c->hparams->block_size, n = p->rows->pos[row] + 1 - block * size;
+  return n < size ? n : size;
 }
 
 static const float *block_rows(const m3_context *c, int32_t type, const void *base, int64_t first_row, int64_t n,
@@ -128,86 +94,216 @@ static const float *block_rows(const m3_context *c, int32_t type, const void *ba
   return converted;
 }
 
-/* One (row, KV head) and its buffers: `group` query heads share the keys and values. */
-typedef struct attend_buffer {
-  float *converted;     /* [block_size, head_dim] */
-  float *score;         /* [group, block_size] */
-  float *acc;           /* [group, head_dim] */
-  softmax_state *state; /* [group] */
-  float *mass;          /* [group, top_k] or NULL */
-} attend_buffer;
+/* Keys and values of one block as float32. */
+typedef struct block_data {
+  const float *k, *v;
+} block_data;
 
-/* Adds block `block`, which is number `listed` of the list. */
-static void attend_block(const m3_context *c, const m3_attend_params *p, int32_t row, int32_t kv_head, int64_t block,
-                         int32_t listed, attend_buffer *b) {
+static block_data load_block(const m3_context *c, const m3_attend_params *p, const reading *r, int64_t block, int64_t n,
+                             const buffers *b) {
   const m3_hparams *h = c->hparams;
-  int32_t group = h->n_head / h->n_head_kv;
-  int64_t dim = h->head_dim;
-  int64_t n = p->rows->pos[row] + 1 - block * h->block_size;
-  if (n > h->block_size) n = h->block_size;
-  int64_t page = p->rows->tables[p->rows->seq[row]][block];
-  int64_t first_row = (page * h->n_head_kv + kv_head) * h->block_size;
-  const float *k = block_rows(c, p->cache.kv_type, p->cache.k, first_row, n, b->converted);
-  for (int32_t g = 0; g < group; g++) {
-    const float *q = c->scratch->q + ((int64_t)row * h->n_head + kv_head * group + g) * dim;
-    float *score = b->score + g * h->block_size;
-    int64_t j = 0;
-    for (; j + 4 <= n; j += 4) c->kernels->dot4(k + j * dim, dim, q, dim, score + j);
-    for (; j < n; j++) score[j] = c->kernels->dot(k + j * dim, q, dim);
-    absorb_scores(h, score, n, &b->state[g], b->acc + g * dim, b->mass ? b->mass + (int64_t)g * h->top_k : NULL,
-                  listed);
-  }
-  const float *v = block_rows(c, p->cache.kv_type, p->cache.v, first_row, n, b->converted);
-  for (int32_t g = 0; g < group; g++)
-    for (int64_t j = 0; j < n; j++)
-      c->kernels->axpy(b->acc + g * dim, b->score[g * h->block_size + j], v + j * dim, dim);
+  int64_t page = p->rows->tables[p->rows->seq[r->row]][block];
+  int64_t first_row = (page * h->n_head_kv + r->kv_head) * h->block_size;
+  return (block_data){block_rows(c, p->cache.kv_type, p->cache.k, first_row, n, b->k),
+                      block_rows(c, p->cache.kv_type, p->cache.v, first_row, n, b->v)};
 }
 
-static void attend_head(const m3_context *c, const m3_attend_params *p, int32_t row, int32_t kv_head,
-                        attend_buffer *b) {
+static float scale_of(const m3_hparams *h) { return 1.0f / sqrtf((float)h->head_dim); }
+
+/* Masses of the first head of a reading, or NULL. */
+static float *mass_of(const m3_context *c, const m3_attend_params *p, const reading *r) {
   const m3_hparams *h = c->hparams;
-  int32_t group = h->n_head / h->n_head_kv;
-  memset(b->acc, 0, (size_t)group * (size_t)h->head_dim * sizeof(float));
-  for (int32_t g = 0; g < group; g++) b->state[g] = (softmax_state){-INFINITY, 0};
-  int64_t visible = p->rows->pos[row] / h->block_size + 1;
-  b->mass = p->mass ? p->mass + ((int64_t)row * h->n_head + kv_head * group) * h->top_k : NULL;
-  if (b->mass) memset(b->mass, 0, (size_t)group * (size_t)h->top_k * sizeof(float));
-  if (p->blocks) {
-    const int32_t *list = p->blocks + ((int64_t)row * h->n_head_kv + kv_head) * h->top_k;
-    for (int32_t i = 0; i < h->top_k && list[i] >= 0; i++) attend_block(c, p, row, kv_head, list[i], i, b);
-  } else {
-    for (int64_t block = 0; block < visible; block++) attend_block(c, p, row, kv_head, block, 0, b);
+  if (!p->mass) return NULL;
+  return p->mass + ((int64_t)r->row * h->n_head + (int64_t)r->kv_head * (h->n_head / h->n_head_kv)) * h->top_k;
+}
+
+static void multiply(float *x, float a, int64_t n) {
+  for (int64_t i = 0; i < n; i++) x[i] *= a;
+}
+
+/* Adds n tokens of the i-th block of a row to the part, whose first block is i / PART * PART. */
+static void absorb(const m3_context *c, const m3_attend_params *p, const reading *r, int64_t i, block_data block,
+                   int64_t n, float *score, float *acc, softmax *state) {
+  const m3_hparams *h = c->hparams;
+  int64_t group = h->n_head / h->n_head_kv, dim = h->head_dim, first = i / PART * PART;
+  float scale = scale_of(h), *mass = mass_of(c, p, r);
+  if (i == first) {
+    memset(acc, 0, (size_t)(group * dim) * sizeof *acc);
+    for (int64_t g = 0; g < group; g++) state[g] = (softmax){-INFINITY, 0};
   }
-  for (int32_t g = 0; g < group; g++) {
-    float *out = p->out + ((int64_t)row * h->n_head + kv_head * group + g) * h->head_dim;
-    for (int32_t i = 0; i < h->head_dim; i++) out[i] = b->acc[g * h->head_dim + i] / b->state[g].sum;
-    for (int32_t i = 0; b->mass && i < h->top_k; i++) b->mass[g * h->top_k + i] /= b->state[g].sum;
+  c->kernels->dots(&(m3_dots){.rows = block.k,
+                              .row_stride = dim,
+                              .n_rows = n,
+                              .x = c->scratch->q + ((int64_t)r->row * h->n_head + r->kv_head * group) * dim,
+                              .x_stride = dim,
+                              .n_x = group,
+                              .n = dim,
+                              .out = score,
+                              .out_stride = h->block_size});
+  for (int64_t g = 0; g < group; g++) {
+    float *s = score + g * h->block_size;
+    bool finite = true; /* what is not shows in the result */
+    float most = c->kernels->largest(s, n, &finite);
+    if (most > state[g].max) {
+      float shrink = expf((state[g].max - most) * scale);
+      state[g].max = most;
+      state[g].sum *= shrink;
+      multiply(acc + g * dim, shrink, dim);
+      if (mass) multiply(mass + g * h->top_k + first, shrink, i - first);
+    }
+    float sum = c->kernels->exp_sum(s, n, state[g].max, scale);
+    state[g].sum += sum;
+    if (mass) mass[g * h->top_k + i] = sum;
+  }
+  c->kernels->accumulate(&(m3_accumulate){.acc = acc,
+                                          .acc_stride = dim,
+                                          .n_acc = group,
+                                          .p = score,
+                                          .p_stride = h->block_size,
+                                          .v = block.v,
+                                          .v_stride = dim,
+                                          .n_v = n,
+                                          .n = dim});
+}
+
+/* Merges the part of blocks [first, end) of a row into its result, which after the last part is divided by the sum. */
+static void merge(const m3_context *c, const m3_attend_params *p, const reading *r, int64_t first, int64_t end,
+                  const float *acc, const softmax *state, softmax *total) {
+  const m3_hparams *h = c->hparams;
+  int64_t group = h->n_head / h->n_head_kv, dim = h->head_dim;
+  float scale = scale_of(h), *masses = mass_of(c, p, r);
+  for (int64_t g = 0; g < group; g++) {
+    float *out = p->out + ((int64_t)r->row * h->n_head + r->kv_head * group + g) * dim;
+    float *mass = masses ? masses + g * h->top_k : NULL;
+    if (first == 0) {
+      memcpy(out, acc + g * dim, (size_t)dim * sizeof *out);
+      total[g] = state[g];
+    } else {
+      float max = state[g].max > total[g].max ? state[g].max : total[g].max;
+      float before = expf((total[g].max - max) * scale), now = expf((state[g].max - max) * scale);
+      total[g] = (softmax){max, total[g].sum * before + state[g].sum * now};
+      multiply(out, before, dim);
+      c->kernels->axpy(out, now, acc + g * dim, dim);
+      if (mass) multiply(mass, before, first), multiply(mass + first, now, end - first);
+    }
+    if (end < r->n) continue;
+    for (int64_t i = 0; i < dim; i++) out[i] /= total[g].sum;
+    for (int64_t i = 0; mass && i < h->top_k; i++) mass[i] = i < end ? mass[i] / total[g].sum : 0;
+  }
+}
+
+/* ---------------------------------------------------------------------------------------------- neighboring rows */
+
+/* Rows [first, first + n) of one sequence: over all blocks that any of them reads, in ascending order. */
+static void attend_rows(const m3_context *c, const m3_attend_params *p, int32_t first, int32_t n, int32_t kv_head,
+                        const buffers *b) {
+  const m3_hparams *h = c->hparams;
+  int64_t group = h->n_head / h->n_head_kv, dim = h->head_dim;
+  reading readings[MAX_ROWS];
+  for (int32_t k = 0; k < n; k++) readings[k] = reading_of(c, p, first + k, kv_head);
+  for (;;) {
+    int64_t block = INT64_MAX, most = 0;
+    for (int32_t k = 0; k < n; k++) {
+      const reading *r = &readings[k];
+      if (r->i == r->n || block_at(r, r->i) > block) continue;
+      int64_t seen = visible(c, p, r->row, block_at(r, r->i));
+      most = block_at(r, r->i) < block || seen > most ? seen : most;
+      block = block_at(r, r->i);
+    }
+    if (block == INT64_MAX) return;
+    block_data data = load_block(c, p, &readings[0], block, most, b);
+    for (int32_t k = 0; k < n; k++) {
+      reading *r = &readings[k];
+      if (r->i == r->n || block_at(r, r->i) != block) continue;
+      float *acc = b->acc + k * group * dim;
+      softmax *state = b->state + k * group;
+      absorb(c, p, r, r->i, data, visible(c, p, r->row, block), b->score, acc, state);
+      r->i++;
+      if (r->i % PART == 0 || r->i == r->n)
+        merge(c, p, r, (r->i - 1) / PART * PART, r->i, acc, state, b->total + k * group);
+    }
+  }
+}
+
+static void attend_tiles(const m3_context *c, const m3_attend_params *p, int32_t threads) {
+  const m3_hparams *h = c->hparams;
+  /* Smaller tiles than the buffers would hold where threads would have none. */
+  int64_t wanted = (4 * (int64_t)threads + h->n_head_kv - 1) / h->n_head_kv;
+  int64_t size = p->rows->n / wanted, most = rows_together(h);
+  size = size < 1 ? 1 : size > most ? most : size;
+#pragma omp parallel num_threads(threads)
+  {
+    buffers b = buffers_of(c, m3_thread_index());
+#pragma omp for collapse(2) schedule(dynamic)
+    for (int64_t first = 0; first < p->rows->n; first += size)
+      for (int32_t kv_head = 0; kv_head < h->n_head_kv; kv_head++) {
+        int64_t end = first + size < p->rows->n ? first + size : p->rows->n;
+        for (int64_t from = first, to; from < end; from = to) { /* rows of one sequence */
+          for (to = from + 1; to < end && p->rows->seq[to] == p->rows->seq[from];) to++;
+          attend_rows(c, p, (int32_t)from, (int32_t)(to - from), kv_head, &b);
+        }
+      }
+  }
+}
+
+/* ---------------------------------------------------------------------------------------------- single rows */
+
+/* Part `part` of a row into a place of its own. */
+static void attend_part(const m3_context *c, const m3_attend_params *p, const reading *r, int64_t part,
+                        const buffers *b, float *acc, softmax *state) {
+  int64_t end = (part + 1) * PART < r->n ? (part + 1) * PART : r->n;
+  for (int64_t i = part * PART; i < end; i++) {
+    int64_t block = block_at(r, i), n = visible(c, p, r->row, block);
+    absorb(c, p, r, i, load_block(c, p, r, block, n, b), n, b->score, acc, state);
+  }
+}
+
+/* One row, its parts shared out among the threads of the enclosing parallel region and merged in order. */
+static void attend_single(const m3_context *c, const m3_attend_params *p, int32_t row, const buffers *b) {
+  const m3_hparams *h = c->hparams;
+  int64_t group = h->n_head / h->n_head_kv, heads = h->n_head_kv, wave = (int64_t)SLOTS * c->scratch->n_threads;
+  int64_t parts = 0;
+  for (int32_t head = 0; head < heads; head++) {
+    reading r = reading_of(c, p, row, head);
+    if ((r.n + PART - 1) / PART > parts) parts = (r.n + PART - 1) / PART;
+  }
+  softmax *total = buffers_of(c, 0).total;
+  for (int64_t start = 0; start < parts * heads; start += wave) {
+    int64_t end = start + wave < parts * heads ? start + wave : parts * heads;
+#pragma omp for schedule(dynamic)
+    for (int64_t unit = start; unit < end; unit++) {
+      reading r = reading_of(c, p, row, (int32_t)(unit % heads));
+      buffers owner = buffers_of(c, (unit - start) / SLOTS);
+      int64_t slot = (unit - start) % SLOTS * group;
+      if (unit / heads * PART < r.n)
+        attend_part(c, p, &r, unit / heads, b, owner.acc + slot * h->head_dim, owner.state + slot);
+    }
+#pragma omp for schedule(static)
+    for (int32_t head = 0; head < heads; head++)
+      for (int64_t unit = start; unit < end; unit++) {
+        reading r = reading_of(c, p, row, head);
+        int64_t first = unit / heads * PART, slot = (unit - start) % SLOTS * group;
+        if (unit % heads != head || first >= r.n) continue;
+        buffers owner = buffers_of(c, (unit - start) / SLOTS);
+        merge(c, p, &r, first, first + PART < r.n ? first + PART : r.n, owner.acc + slot * h->head_dim,
+              owner.state + slot, total + head * group);
+      }
   }
 }
 
 void m3_cpu_attend(const m3_context *c, const m3_attend_params *p) {
   const m3_hparams *h = c->hparams;
-  m3_scratch *s = c->scratch;
-  int64_t group = h->n_head / h->n_head_kv;
-  int64_t read = h->top_k; /* blocks of the row that reads most */
+  int64_t read = p->blocks ? h->top_k : 1; /* blocks of the row that reads most */
   for (int32_t r = 0; r < p->rows->n && !p->blocks; r++)
     if (p->rows->pos[r] / h->block_size >= read) read = p->rows->pos[r] / h->block_size + 1;
-  int64_t work = (int64_t)p->rows->n * h->n_head * h->head_dim * read * h->block_size;
-#pragma omp parallel num_threads(m3_threads_for(c, work))
-  {
-    attend_buffer b;
-    b.converted = s->thread + m3_thread_index() * s->thread_floats;
-    b.score = b.converted + (int64_t)h->block_size * h->head_dim;
-    b.acc = b.score + group * h->block_size;
-    b.state = (softmax_state *)(void *)(b.acc + group * h->head_dim);
-#pragma omp for collapse(2) schedule(dynamic)
-    for (int32_t row = 0; row < p->rows->n; row++)
-      for (int32_t kv_head = 0; kv_head < h->n_head_kv; kv_head++) attend_head(c, p, row, kv_head, &b);
+  int32_t threads = m3_threads_for(c, (int64_t)p->rows->n * h->n_head * h->head_dim * read * h->block_size);
+  if ((int64_t)p->rows->n * h->n_head_kv >= 2 * (int64_t)threads) {
+    attend_tiles(c, p, threads);
+    return;
   }
-}
-
-void m3_cpu_output(const m3_context *c, const m3_output_params *p) {
-  m3_sum_squares(c, M3_INPUT_ATTENDED, 0, p->x, p->n);
-  m3_matmul(c, &(m3_matmul_params){
-                   .weight = p->weight, .x = p->x, .n = p->n, .y = p->hidden, .ldy = c->hparams->n_embd, .add = true});
+#pragma omp parallel num_threads(threads)
+  {
+    buffers b = buffers_of(c, m3_thread_index());
+    for (int32_t row = 0; row < p->rows->n; row++) attend_single(c, p, row, &b);
+  }
 }

@@ -17,22 +17,37 @@ static inline int32_t m3_threads_for(const m3_context *c, int64_t work) {
   return work < 65536 ? 1 : c->scratch->n_threads;
 }
 
-/* Output rows of a weight that are converted to float32 together. */
-#define M3_MATMUL_TILE 16
-
-/* y[r * ldy + j] = x[r] . w[j] for r < n, j < rows of the weight; x is [n, columns of the weight], contiguous.
- * `expert` picks a matrix of a stacked weight, 0 for a plain one. With `add` the product is added to y. */
-typedef struct m3_matmul_params {
+/* A weight with where its product goes: y[r * ldy + j] = x[r] . w[j], j < rows of the weight. */
+typedef struct m3_factor {
   const m3_weight *weight;
-  int32_t expert;
-  const float *x;
-  int32_t n;
   float *y;
   int64_t ldy;
-  bool add;
+} m3_factor;
+
+/* Products of one input with some weights of the same number of columns. Weights of block types are multiplied with the
+ * input rounded as activations.h says, others in float32. */
+typedef struct m3_matmul_params {
+  const m3_factor *factors;
+  int32_t n_factors;
+  const float *x; /* [n, columns] */
+  int32_t n;
+  /* For stacked weights: rows start[e] to start[e + 1] - 1 of y belong to expert e. NULL: the first matrix and n rows.
+   */
+  const int32_t *start; /* [n_experts + 1] */
+  int32_t n_experts;
+  const int32_t *rows; /* [start[n_experts]] the row of x that each row of y is of; NULL: that of the same number.
+                          Only where all weights are of block types */
+  bool add;            /* to y, else y is written */
 } m3_matmul_params;
 
 void m3_matmul(const m3_context *c, const m3_matmul_params *p);
+
+/* Floats of the per-thread buffer that it needs. */
+int64_t m3_matmul_floats(void);
+
+/* Floats of the per-thread buffer that attention and selection need. */
+int64_t m3_attend_floats(const m3_hparams *h);
+int64_t m3_select_floats(const m3_hparams *h, int64_t max_blocks);
 
 /* out[i] = x[i] / sqrt(mean(x^2) + eps) * weight[i] for one row of n; out may be x. */
 void m3_rms_norm(const m3_context *c, const float *x, const float *weight, int64_t n, float *out);
@@ -55,6 +70,6 @@ void m3_cpu_experts(const m3_context *c, const m3_ffn_params *p);
 void m3_cpu_shared(const m3_context *c, const m3_ffn_params *p);
 void m3_cpu_head(const m3_context *c, const m3_head_params *p);
 bool m3_cpu_head_input(const m3_context *c, const m3_head_input_params *p);
-bool m3_cpu_finite(const m3_context *c, const float *x, int64_t n);
+bool m3_cpu_finite(const m3_context *c, const float *x, int64_t n, m3_part part);
 
 #endif

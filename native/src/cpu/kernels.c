@@ -37,7 +37,7 @@ m3_status m3_choose_isa(int32_t wanted, m3_isa *out, m3_error *err) {
 const m3_kernels *m3_kernels_for(m3_isa isa) {
 #if defined(__x86_64__)
   if (isa == M3_ISA_AVX2) return &m3_kernels_avx2;
-  if (isa == M3_ISA_AVX512) return &m3_kernels_avx512;
+  if (isa == M3_ISA_AVX512) return __builtin_cpu_supports("avx512vnni") ? &m3_kernels_avx512_vnni : &m3_kernels_avx512;
 #elif defined(__aarch64__)
   if (isa == M3_ISA_NEON) return &m3_kernels_neon;
 #endif

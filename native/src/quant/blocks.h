@@ -9,6 +9,14 @@
 
 #include <stdint.h>
 
+/* CUDA reads these blocks too. M3_BLOCK_FUNCTION: small functions on them, for both. */
+#ifdef __CUDACC__
+#define M3_BLOCK_FUNCTION static __host__ __device__ inline
+#define _Static_assert static_assert
+#else
+#define M3_BLOCK_FUNCTION static inline
+#endif
+
 /* ------------------------------------------------------------------------------------- blocks of 32 elements */
 
 enum { M3_BLOCK = 32 };

@@ -9,7 +9,7 @@ void m3_decode_f32(const void *src, float *dst, int64_t n);
 void m3_decode_f16(const void *src, float *dst, int64_t n);
 void m3_decode_bf16(const void *src, float *dst, int64_t n);
 
-/* decode_legacy.c: blocks of 32 */
+/* decode.c: block types, from the integers of codes.h */
 void m3_decode_q4_0(const void *src, float *dst, int64_t n);
 void m3_decode_q4_1(const void *src, float *dst, int64_t n);
 void m3_decode_q5_0(const void *src, float *dst, int64_t n);
@@ -17,16 +17,12 @@ void m3_decode_q5_1(const void *src, float *dst, int64_t n);
 void m3_decode_q8_0(const void *src, float *dst, int64_t n);
 void m3_decode_iq4_nl(const void *src, float *dst, int64_t n);
 void m3_decode_mxfp4(const void *src, float *dst, int64_t n);
-
-/* decode_k.c: blocks of 256, each group with a scale */
 void m3_decode_q2_k(const void *src, float *dst, int64_t n);
 void m3_decode_q3_k(const void *src, float *dst, int64_t n);
 void m3_decode_q4_k(const void *src, float *dst, int64_t n);
 void m3_decode_q5_k(const void *src, float *dst, int64_t n);
 void m3_decode_q6_k(const void *src, float *dst, int64_t n);
 void m3_decode_iq4_xs(const void *src, float *dst, int64_t n);
-
-/* decode_iq.c: blocks of 256, codebooks */
 void m3_decode_iq2_xxs(const void *src, float *dst, int64_t n);
 void m3_decode_iq2_xs(const void *src, float *dst, int64_t n);
 void m3_decode_iq2_s(const void *src, float *dst, int64_t n);

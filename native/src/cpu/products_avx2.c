@@ -1,0 +1,384 @@
+/* Products in integers with AVX2. The table of AVX-512 uses all of this but the product of tiles. */
+#if defined(__x86_64__)
+#include <math.h>
+
+#include "cpu/products.h"
+#include "cpu/unpack_codebooks_avx2.h"
+#include "quant/lanes.h"
+
+enum { PANEL = 8 /* rows of weights that are worked on together */ };
+
+/* One type. The functions are constant where this is inlined. */
+typedef struct format {
+  size_t bytes; /* of 256 elements */
+  size_t block; /* bytes of a block */
+  int groups;   /* of 256 elements: 8 or 16 */
+  bool minima;
+  int zero; /* in the lanes of `codes` */
+  void (*codes)(const void *src, int i, __m256i *v);
+  void (*scales)(const void *src, float *s, float *m);
+  panel_scales *panel; /* NULL: from the scales of each row */
+} format;
+
+/* ------------------------------------------------------------------------------------------------ panels */
+
+enum { MOST_BYTES_256 = 272 /* of 256 elements; Q8_0 */ };
+
+/* Eight rows of weights. */
+typedef struct panel {
+  const char *row[PANEL];           /* 256 elements of each from the current column on */
+  char rest[PANEL][MOST_BYTES_256]; /* of the last column of rows that end within 256 elements: zeros behind the end */
+} panel;
+
+/* Rows beyond the last are the last again. */
+INLINE void begin_panel(const m3_weight_rows *w, int64_t first, panel *p) {
+  for (int64_t j = 0; j < PANEL; j++)
+    p->row[j] = (const char *)w->data + (first + j < w->n_rows ? first + j : w->n_rows - 1) * w->row_bytes;
+}
+
+INLINE void pad_rows(const format *f, int64_t elements, panel *p) {
+  for (int j = 0; j < PANEL; j++) {
+    memset(p->rest[j], 0, f->bytes);
+    memcpy(p->rest[j], p->row[j], (size_t)(elements / M3_BLOCK) * f->block);
+    p->row[j] = p->rest[j];
+  }
+}
+
+/* Rows that follow lie behind these in memory: asks for the same part of the next panel. */
+INLINE void prefetch(const format *f, const char *row, int64_t row_bytes) {
+  for (size_t at = 0; at < f->bytes; at += 64) _mm_prefetch(row + PANEL * row_bytes + at, _MM_HINT_T0);
+}
+
+/* Scales and minima by group, a row in each lane. */
+INLINE void scales_of_panel(const format *f, const panel *p, __m256 *s, __m256 *m) {
+  if (f->panel) {
+    f->panel(p->row, s, m);
+    return;
+  }
+  _Alignas(32) float scales[PANEL][16], minima[PANEL][16];
+  for (int j = 0; j < PANEL; j++) f->scales(p->row[j], scales[j], minima[j]);
+  for (int g = 0; g < f->groups; g += 8) {
+    m3_transpose8(&scales[0][g], 16, (m3_f8 *)s + g);
+    if (f->minima) m3_transpose8(&minima[0][g], 16, (m3_f8 *)m + g);
+  }
+}
+
+/* ------------------------------------------------------------------------------------------------ one row of x */
+
+/* Sums of halves of lanes of four rows: rows 0 to 3 in the lanes of each half. Cheaper than horizontal additions. */
+INLINE __m256i sum_lanes(const __m256i *rows) {
+  __m256i a = _mm256_add_epi32(_mm256_unpacklo_epi32(rows[0], rows[1]), _mm256_unpackhi_epi32(rows[0], rows[1]));
+  __m256i b = _mm256_add_epi32(_mm256_unpacklo_epi32(rows[2], rows[3]), _mm256_unpackhi_epi32(rows[2], rows[3]));
+  return _mm256_add_epi32(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b));
+}
+
+/* Sums of lanes of eight rows: of the first 16 elements of a group in `low`, of the second in `high`. */
+INLINE void sum_rows(const __m256i *rows, __m256i *low, __m256i *high) {
+  __m256i first = sum_lanes(rows), second = sum_lanes(rows + 4);
+  *low = _mm256_permute2x128_si256(first, second, 0x20);
+  *high = _mm256_permute2x128_si256(first, second, 0x31);
+}
+
+INLINE __m256 add_scaled(__m256 acc, __m256i sum, __m256 weight_scale, __m256 scale) {
+  return _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), _mm256_mul_ps(weight_scale, scale), acc);
+}
+
+/* 256 columns of eight rows, added to the sums of the rows. */
+INLINE __m256 multiply_panel(const format *f, const panel *p, int64_t row_bytes, const m3_activations *a,
+                             int64_t column, __m256 acc) {
+  __m256i sums[8][PANEL];
+  const __m256i *x = (const __m256i *)(const void *)(a->q + column);
+  for (int j = 0; j < PANEL; j++) {
+    const char *b = p->row[j];
+    prefetch(f, b, row_bytes);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+      __m256i v[4];
+      f->codes(b, i, v);
+#pragma GCC unroll 2
+      for (int k = 0; k < 2; k++)
+        sums[2 * i + k][j] = _mm256_add_epi32(_mm256_madd_epi16(v[2 * k], x[4 * i + 2 * k]),
+                                              _mm256_madd_epi16(v[2 * k + 1], x[4 * i + 2 * k + 1]));
+    }
+  }
+  __m256 s[16], m[16];
+  scales_of_panel(f, p, s, m);
+  for (int g = 0; g < 8; g++) {
+    int64_t at = column / M3_ACTIVATION_GROUP + g;
+    __m256 scale = _mm256_broadcast_ss(a->scale + at);
+    const int32_t *total = a->total + 2 * at;
+    __m256i low, high;
+    sum_rows(sums[g], &low, &high);
+    if (f->groups == 8) {
+      __m256i sum = _mm256_add_epi32(low, high);
+      if (f->zero) sum = _mm256_sub_epi32(sum, _mm256_set1_epi32(f->zero * (total[0] + total[1])));
+      acc = add_scaled(acc, sum, s[g], scale);
+      if (f->minima) acc = _mm256_fnmadd_ps(m[g], _mm256_broadcast_ss(a->sum + at), acc);
+    } else {
+      if (f->zero) low = _mm256_sub_epi32(low, _mm256_set1_epi32(f->zero * total[0]));
+      if (f->zero) high = _mm256_sub_epi32(high, _mm256_set1_epi32(f->zero * total[1]));
+      acc = add_scaled(acc, low, s[2 * g], scale);
+      if (f->minima) acc = _mm256_fnmadd_ps(m[2 * g], _mm256_broadcast_ss(a->half_sum + 2 * at), acc);
+      acc = add_scaled(acc, high, s[2 * g + 1], scale);
+      if (f->minima) acc = _mm256_fnmadd_ps(m[2 * g + 1], _mm256_broadcast_ss(a->half_sum + 2 * at + 1), acc);
+    }
+  }
+  return acc;
+}
+
+/* Products of eight rows from row `first` on with one row of activations. */
+INLINE __m256 panel_product(const format f, const m3_weight_rows *w, int64_t first, const m3_activations *a) {
+  __m256 acc = _mm256_setzero_ps();
+  panel p;
+  begin_panel(w, first, &p);
+  int64_t column = 0;
+  for (; column < w->n; column += M3_SUPERBLOCK) {
+    if (f.block != f.bytes && w->n - column < M3_SUPERBLOCK) pad_rows(&f, w->n - column, &p);
+    acc = multiply_panel(&f, &p, w->row_bytes, a, column, acc);
+    for (int j = 0; j < PANEL; j++) p.row[j] += f.bytes;
+  }
+  return acc;
+}
+
+INLINE void row_product(const format f, const m3_weight_rows *w, const void *x, float *out) {
+  m3_activations a = m3_activations_at((void *)x, w->n);
+  for (int64_t first = 0; first < w->n_rows; first += PANEL)
+    _mm256_storeu_ps(out + first, panel_product(f, w, first, &a));
+}
+
+/* ------------------------------------------------------------------------------------------------ tiles */
+
+INLINE void unpack_panel(const format f, const m3_weight_rows *w, int64_t first, m3_tile *out) {
+  panel rows;
+  begin_panel(w, first, &rows);
+  for (int64_t column = 0; column < w->n; column += M3_SUPERBLOCK) {
+    int64_t groups = w->n - column < M3_SUPERBLOCK ? (w->n - column) / M3_ACTIVATION_GROUP : 8;
+    if (f.block != f.bytes && groups < 8) pad_rows(&f, w->n - column, &rows);
+    __m256i v[16][PANEL];
+    for (int j = 0; j < PANEL; j++) {
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; i++) {
+        __m256i four[4];
+        f.codes(rows.row[j], i, four);
+#pragma GCC unroll 4
+        for (int k = 0; k < 4; k++) v[4 * i + k][j] = _mm256_sub_epi16(four[k], _mm256_set1_epi16((int16_t)f.zero));
+      }
+    }
+    for (int64_t k = 0; k < 2 * groups; k++) {
+      __m256 pairs[8];
+      m3_transpose8((const float *)(const void *)v[k], 8, (m3_f8 *)pairs);
+      for (int p = 0; p < 8; p++) _mm256_store_ps((float *)(void *)out->q[column / 2 + 8 * k + p][first], pairs[p]);
+    }
+    __m256 s[16], m[16];
+    scales_of_panel(&f, &rows, s, m);
+    int64_t at = column / M3_SUPERBLOCK * f.groups;
+    for (int64_t g = 0; g < groups * f.groups / 8; g++) {
+      _mm256_store_ps(out->scale[at + g] + first, s[g]);
+      if (f.minima) _mm256_store_ps(out->min[at + g] + first, m[g]);
+    }
+    for (int j = 0; j < PANEL; j++) rows.row[j] += f.bytes;
+  }
+}
+
+INLINE void unpack(const format f, const m3_weight_rows *w, m3_tile *out) {
+  for (int64_t first = 0; first < M3_TILE_ROWS; first += PANEL) unpack_panel(f, w, first, out);
+}
+
+/* ------------------------------------------------------------------------------------------------ many rows of x */
+
+enum { X_ROWS = 4 };
+
+/* Adds `count` pairs from pair `pair` of group g to the sums of n rows of x and 16 rows of weights. */
+INLINE void add_pairs(const m3_tile *t, int64_t pair, int count, const int16_t *const *x, int64_t at, int n,
+                      __m256i (*sum)[2]) {
+#pragma GCC unroll 4
+  for (int p = 0; p < count; p++) {
+    __m256i w0 = _mm256_load_si256((const __m256i *)(const void *)t->q[pair + p][0]);
+    __m256i w1 = _mm256_load_si256((const __m256i *)(const void *)t->q[pair + p][8]);
+#pragma GCC unroll 4
+    for (int r = 0; r < n; r++) {
+      __m256i two = _mm256_set1_epi32((int)word32(x[r] + at + 2 * p));
+      sum[r][0] = _mm256_add_epi32(sum[r][0], _mm256_madd_epi16(w0, two));
+      sum[r][1] = _mm256_add_epi32(sum[r][1], _mm256_madd_epi16(w1, two));
+      /* Else the compiler orders the sums anew and spills them. */
+      __asm__("" : "+x"(sum[r][0]), "+x"(sum[r][1]));
+    }
+  }
+}
+
+INLINE void add_groups(__m256i (*sum)[2], const float *weight_scale, const float *const *scale, int64_t at, int n,
+                       float *acc) {
+#pragma GCC unroll 4
+  for (int r = 0; r < n; r++)
+    for (int k = 0; k < 2; k++) {
+      float *to = acc + r * M3_TILE_ROWS + 8 * k;
+      __m256 s = _mm256_broadcast_ss(scale[r] + at);
+      _mm256_storeu_ps(to, add_scaled(_mm256_loadu_ps(to), sum[r][k], _mm256_load_ps(weight_scale + 8 * k), s));
+    }
+}
+
+INLINE void subtract_minima(const float *min, const float *const *sum, int64_t at, int n, float *acc) {
+#pragma GCC unroll 4
+  for (int r = 0; r < n; r++)
+    for (int k = 0; k < 2; k++) {
+      float *to = acc + r * M3_TILE_ROWS + 8 * k;
+      __m256 s = _mm256_broadcast_ss(sum[r] + at);
+      _mm256_storeu_ps(to, _mm256_fnmadd_ps(_mm256_load_ps(min + 8 * k), s, _mm256_loadu_ps(to)));
+    }
+}
+
+/* n rows of activations with a tile. */
+INLINE void multiply_rows(const m3_tile_product *p, const m3_activations *a, int n, bool halved, bool minima,
+                          float *acc) {
+  const int16_t *x[X_ROWS];
+  const float *scale[X_ROWS], *sums[X_ROWS];
+  int64_t first = p->first / M3_ACTIVATION_GROUP;
+#pragma GCC unroll 4
+  for (int r = 0; r < n; r++) {
+    x[r] = a[r].q + p->first;
+    scale[r] = a[r].scale + first;
+    sums[r] = halved ? a[r].half_sum + 2 * first : a[r].sum + first;
+  }
+  for (int64_t g = 0; g < p->n / M3_ACTIVATION_GROUP; g++)
+    for (int h = 0; h < (halved ? 2 : 1); h++) {
+      int64_t group = halved ? 2 * g + h : g;
+      __m256i sum[X_ROWS][2];
+#pragma GCC unroll 4
+      for (int r = 0; r < n; r++) sum[r][0] = sum[r][1] = _mm256_setzero_si256();
+      if (halved) {
+        add_pairs(p->tile, 16 * g + 4 * h, 4, x, 32 * g + 8 * h, n, sum);
+        add_pairs(p->tile, 16 * g + 4 * h + 8, 4, x, 32 * g + 8 * h + 16, n, sum);
+      } else {
+        add_pairs(p->tile, 16 * g, 16, x, 32 * g, n, sum);
+      }
+      add_groups(sum, p->tile->scale[group], scale, g, n, acc);
+      if (minima) subtract_minima(p->tile->min[group], sums, group, n, acc);
+    }
+}
+
+INLINE void multiply_kind(const m3_tile_product *p, bool halved, bool minima) {
+  for (int64_t r = 0; r < p->n_x; r += X_ROWS) {
+    m3_activations a[X_ROWS];
+    int64_t n = p->n_x - r < X_ROWS ? p->n_x - r : X_ROWS;
+    for (int64_t k = 0; k < n; k++) a[k] = m3_activations_of(p, r + k);
+    float *acc = p->acc + r * M3_TILE_ROWS;
+    switch (n) {
+      case 1: multiply_rows(p, a, 1, halved, minima, acc); break;
+      case 2: multiply_rows(p, a, 2, halved, minima, acc); break;
+      case 3: multiply_rows(p, a, 3, halved, minima, acc); break;
+      default: multiply_rows(p, a, 4, halved, minima, acc);
+    }
+  }
+}
+
+static void multiply(const m3_tile_product *p) {
+  if (p->coding->group == 32)
+    p->coding->minima ? multiply_kind(p, false, true) : multiply_kind(p, false, false);
+  else
+    p->coding->minima ? multiply_kind(p, true, true) : multiply_kind(p, true, false);
+}
+
+/* ------------------------------------------------------------------------------------------------ rounding */
+
+INLINE int32_t total(__m256i a) {
+  __m128i s = _mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+  s = _mm_hadd_epi32(s, s);
+  return _mm_cvtsi128_si32(_mm_hadd_epi32(s, s));
+}
+
+/* Bits of the largest magnitude; bits order magnitudes, and NaN above infinity above numbers. */
+INLINE float largest_magnitude(const __m256 *x) {
+  const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
+  __m256i m = _mm256_setzero_si256();
+  for (int k = 0; k < 4; k++) m = _mm256_max_epi32(m, _mm256_and_si256(_mm256_castps_si256(x[k]), magnitude));
+  __m128i s = _mm_max_epi32(_mm256_castsi256_si128(m), _mm256_extracti128_si256(m, 1));
+  s = _mm_max_epi32(s, _mm_unpackhi_epi64(s, s));
+  s = _mm_max_epi32(s, _mm_shuffle_epi32(s, 1));
+  return _mm_cvtss_f32(_mm_castsi128_ps(s));
+}
+
+static void round_group(const float *from, int64_t g, const m3_activations *out) {
+  __m256 x[4];
+  for (int k = 0; k < 4; k++) x[k] = _mm256_loadu_ps(from + 8 * k);
+  float max = largest_magnitude(x), scale = 0, inverse = 0;
+  if (max >= M3_ACTIVATION_TINY && max < INFINITY) {
+    scale = max / 32767.0f;
+    inverse = 32767.0f / max;
+  } else {
+    scale = max < M3_ACTIVATION_TINY ? 0.0f : NAN;
+    for (int k = 0; k < 4; k++) x[k] = _mm256_setzero_ps();
+  }
+  __m256i i[4], natural[2];
+  for (int k = 0; k < 4; k++) i[k] = _mm256_cvtps_epi32(_mm256_mul_ps(x[k], _mm256_set1_ps(inverse)));
+  for (int k = 0; k < 2; k++) natural[k] = _mm256_permute4x64_epi64(_mm256_packs_epi32(i[2 * k], i[2 * k + 1]), 0xd8);
+  const __m256i low = _mm256_set1_epi32(0xffff);
+  __m256i even = _mm256_packus_epi32(_mm256_and_si256(natural[0], low), _mm256_and_si256(natural[1], low));
+  __m256i odd = _mm256_packus_epi32(_mm256_srli_epi32(natural[0], 16), _mm256_srli_epi32(natural[1], 16));
+  __m256i *q = (__m256i *)(void *)(out->q + 32 * g);
+  _mm256_storeu_si256(q, _mm256_permute4x64_epi64(even, 0xd8));
+  _mm256_storeu_si256(q + 1, _mm256_permute4x64_epi64(odd, 0xd8));
+  int32_t sum[2];
+  for (int h = 0; h < 2; h++) sum[h] = total(_mm256_add_epi32(i[2 * h], i[2 * h + 1]));
+  out->scale[g] = scale;
+  out->sum[g] = scale * (float)(sum[0] + sum[1]);
+  for (int h = 0; h < 2; h++) {
+    out->half_sum[2 * g + h] = scale * (float)sum[h];
+    out->total[2 * g + h] = sum[h];
+  }
+}
+
+static void round_row(const float *x, int64_t n, void *out) {
+  m3_activations a = m3_activations_at(out, n);
+  int64_t groups = n / M3_ACTIVATION_GROUP, padded = m3_padded_activations(n) / M3_ACTIVATION_GROUP;
+  for (int64_t g = 0; g < groups; g++) round_group(x + 32 * g, g, &a);
+  for (int64_t g = groups; g < padded; g++) {
+    memset(a.q + 32 * g, 0, 32 * sizeof *a.q);
+    a.scale[g] = a.sum[g] = a.half_sum[2 * g] = a.half_sum[2 * g + 1] = 0;
+    a.total[2 * g] = a.total[2 * g + 1] = 0;
+  }
+}
+
+/* ------------------------------------------------------------------------------------------------ types */
+
+#define FORMAT(name, blocks, groups, minima, panel)                                                                 \
+  ((format){(blocks) * sizeof(m3_block_##name), sizeof(m3_block_##name), groups, minima, zero_##name, codes_##name, \
+            scales_##name, panel})
+#define TYPE(name, blocks, groups, minima, panel)                                  \
+  static void product_##name(const m3_weight_rows *w, const void *x, float *out) { \
+    row_product(FORMAT(name, blocks, groups, minima, panel), w, x, out);           \
+  }                                                                                \
+  static void unpack_##name(const m3_weight_rows *w, m3_tile *out) {               \
+    unpack(FORMAT(name, blocks, groups, minima, panel), w, out);                   \
+  }
+
+TYPE(q4_0, 8, 8, false, panel_q4_0)
+TYPE(q4_1, 8, 8, true, panel_q4_1)
+TYPE(q5_0, 8, 8, false, panel_q5_0)
+TYPE(q5_1, 8, 8, true, panel_q5_1)
+TYPE(q8_0, 8, 8, false, panel_q8_0)
+TYPE(iq4_nl, 8, 8, false, panel_iq4_nl)
+TYPE(mxfp4, 8, 8, false, NULL)
+TYPE(q2_k, 1, 16, true, NULL)
+TYPE(q3_k, 1, 16, false, NULL)
+TYPE(q4_k, 1, 8, true, panel_q4_k)
+TYPE(q5_k, 1, 8, true, panel_q5_k)
+TYPE(q6_k, 1, 16, false, NULL)
+TYPE(iq4_xs, 1, 8, false, NULL)
+TYPE(iq2_xxs, 1, 8, false, NULL)
+TYPE(iq2_xs, 1, 16, false, NULL)
+TYPE(iq2_s, 1, 16, false, NULL)
+TYPE(iq3_xxs, 1, 8, false, NULL)
+TYPE(iq3_s, 1, 8, false, NULL)
+TYPE(iq1_s, 1, 8, false, NULL)
+TYPE(iq1_m, 1, 16, false, NULL)
+
+#define PRODUCT(name) product_##name
+#define UNPACK(name) unpack_##name
+const m3_products m3_products_avx2 = {round_row, multiply, M3_BY_BLOCK_TYPE(UNPACK), M3_BY_BLOCK_TYPE(PRODUCT)};
+const m3_products m3_products_avx512 = {round_row, m3_multiply_avx512, M3_BY_BLOCK_TYPE(UNPACK),
+                                        M3_BY_BLOCK_TYPE(PRODUCT)};
+const m3_products m3_products_avx512_vnni = {round_row, m3_multiply_avx512_vnni, M3_BY_BLOCK_TYPE(UNPACK),
+                                             M3_BY_BLOCK_TYPE(PRODUCT)};
+#else
+typedef int m3_no_avx2_products;
+#endif

@@ -1,0 +1,297 @@
+/* The state of a session on the GPU, its memory, and what is told at the end of a chunk. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "cuda/state.cuh"
+
+static m3_status fail(m3_error *err, cudaError_t error, const char *where) {
+  return m3_fail(err, M3_ERROR_DEVICE, "device cuda: %s: %s (%s)", where, cudaGetErrorString(error),
+                 cudaGetErrorName(error));
+}
+
+static m3_status take(uint64_t bytes, const char *purpose, void **out, m3_error *err) {
+  *out = NULL;
+  cudaError_t error = cudaMalloc(out, bytes ? bytes : 1);
+  if (error == cudaSuccess) return M3_OK;
+  cudaGetLastError(); /* it is told here, not by the next launch */
+  *out = NULL;
+  if (error != cudaErrorMemoryAllocation) return fail(err, error, purpose);
+  return m3_fail(err, M3_ERROR_MEMORY, "not enough memory on device cuda: %.1f MiB for %s could not be allocated (%s)",
+                 (double)bytes / (1024.0 * 1024.0), purpose, cudaGetErrorString(error));
+}
+
+/* ------------------------------------------------------------------------------------------------ state */
+
+/* One piece of a state: where its pointer goes, and its bytes. */
+struct piece {
+  void **pointer;
+  int64_t bytes;
+};
+
+enum { PIECES = 11 };
+
+static int list_pieces(const m3_state_params *p, m3_device_state *s, piece *list) {
+  const m3_hparams *h = p->hparams;
+  int64_t pairs = (int64_t)p->chunk * h->n_expert_used;
+  int64_t select_rows = p->chunk < M3_SELECT_ROWS ? p->chunk : M3_SELECT_ROWS;
+  s->blocks = p->blocks;
+  s->select_rows = (int32_t)select_rows;
+  s->attention_floats = m3_cuda_attention_floats(h, p->blocks);
+  const piece all[] = {
+      {(void **)&s->broken, 4},
+      {(void **)&s->ids, (int64_t)p->chunk * 4},
+      {(void **)&s->seq, (int64_t)p->chunk * 4},
+      {(void **)&s->pos, (int64_t)p->chunk * 8},
+      {(void **)&s->tables, p->sequences * p->blocks * 4},
+      {(void **)&s->grouping.row, pairs * 4},
+      {(void **)&s->grouping.place, pairs * 4},
+      {(void **)&s->grouping.groups, (h->n_expert + pairs) * (int64_t)sizeof(m3_row_group)},
+      {(void **)&s->grouping.n_groups, 4},
+      {(void **)&s->block_scores, select_rows * h->n_index_head * p->blocks * 4},
+      {(void **)&s->attention_parts, s->attention_floats * 4},
+  };
+  static_assert(sizeof all / sizeof *all == PIECES, "PIECES");
+  memcpy(list, all, sizeof all);
+  return PIECES;
+}
+
+static int64_t state_bytes(const m3_state_params *p) {
+  m3_device_state blank;
+  piece list[PIECES];
+  int64_t bytes = 0;
+  int n = list_pieces(p, &blank, list);
+  for (int i = 0; i < n; i++) bytes += list[i].bytes;
+  return bytes;
+}
+
+static void close_state(m3_device_state *s) {
+  if (!s) return;
+  if (s->stream) cudaStreamSynchronize(s->stream);
+  void *const pieces[] = {s->broken,
+                          s->ids,
+                          s->seq,
+                          s->pos,
+                          s->tables,
+                          s->grouping.row,
+                          s->grouping.place,
+                          s->grouping.groups,
+                          s->grouping.n_groups,
+                          s->block_scores,
+                          s->attention_parts};
+  static_assert(sizeof pieces / sizeof *pieces == PIECES, "PIECES");
+  for (int i = 0; i < PIECES; i++) cudaFree(pieces[i]);
+  cudaFreeHost(s->host_broken);
+  free(s->mirror);
+  if (s->stream) cudaStreamDestroy(s->stream);
+  free(s);
+}
+
+static m3_status fill_state(const m3_state_params *p, m3_device_state *s, m3_error *err) {
+  cudaError_t error = cudaStreamCreateWithFlags(&s->stream, cudaStreamNonBlocking);
+  if (error == cudaSuccess) error = cudaHostAlloc((void **)&s->host_broken, 4, cudaHostAllocDefault);
+  if (error != cudaSuccess) return fail(err, error, "opening a session");
+  piece list[PIECES];
+  int n = list_pieces(p, s, list);
+  for (int i = 0; i < n; i++) {
+    m3_status status = take((uint64_t)list[i].bytes, "the state of a session", list[i].pointer, err);
+    if (status) return status;
+  }
+  /* No page has this number, so that the first rows bring their tables. */
+  size_t entries = (size_t)(p->sequences * p->blocks);
+  s->mirror = (int32_t *)malloc(entries * sizeof *s->mirror);
+  if (!s->mirror) return m3_fail_memory(err, entries * sizeof *s->mirror, "the page tables");
+  memset(s->mirror, 0xff, entries * sizeof *s->mirror);
+  return M3_OK;
+}
+
+static m3_status open_state(const m3_state_params *p, m3_device_state **out, m3_error *err) {
+  *out = NULL;
+  m3_device_state *s = (m3_device_state *)calloc(1, sizeof *s);
+  if (!s) return m3_fail_memory(err, sizeof *s, "the state of a session");
+  m3_status status = fill_state(p, s, err);
+  if (status)
+    close_state(s);
+  else
+    *out = s;
+  return status;
+}
+
+/* ------------------------------------------------------------------------------------------------ memory */
+
+static m3_status alloc(m3_device_state *s, uint64_t bytes, const char *purpose, void **out, m3_error *err) {
+  m3_status status = take(bytes, purpose, out, err);
+  if (!status) m3_note(s, cudaMemsetAsync(*out, 0, bytes, s->stream), purpose);
+  return status;
+}
+
+static void free_memory(m3_device_state *s, void *p) {
+  (void)s;
+  cudaFree(p); /* waits for what uses it */
+}
+
+static void upload(m3_device_state *s, void *dst, const void *src, uint64_t bytes) {
+  m3_note(s, cudaMemcpyAsync(dst, src, bytes, cudaMemcpyHostToDevice, s->stream), "upload");
+}
+
+static void download(m3_device_state *s, void *dst, const void *src, uint64_t bytes) {
+  m3_note(s, cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDeviceToHost, s->stream), "download");
+  m3_note(s, cudaStreamSynchronize(s->stream), "download");
+}
+
+static void copy(m3_device_state *s, void *dst, const void *src, uint64_t bytes) {
+  m3_note(s, cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDeviceToDevice, s->stream), "copy");
+}
+
+static void page_copy(m3_device_state *s, const m3_page_params *p) {
+  char *pages = (char *)p->pages;
+  copy(s, pages + p->dst * p->page_bytes, pages + p->src * p->page_bytes, (uint64_t)p->page_bytes);
+}
+
+static void page_poison(m3_device_state *s, const m3_page_params *p) {
+  char *page = (char *)p->pages + p->dst * p->page_bytes;
+  m3_note(s, cudaMemsetAsync(page, 0xff, (size_t)p->page_bytes, s->stream), "poison");
+}
+
+static m3_status weight_load(void *dst, const void *src, uint64_t bytes, m3_error *err) {
+  cudaError_t error = cudaMemcpy(dst, src, bytes, cudaMemcpyHostToDevice);
+  /* The copy may still be under way when cudaMemcpy returns, and no stream of a session waits for this one. */
+  if (error == cudaSuccess) error = cudaStreamSynchronize(cudaStreamLegacy);
+  return error == cudaSuccess ? M3_OK : fail(err, error, "loading weights");
+}
+
+static void weight_free(void *p) { cudaFree(p); }
+
+static m3_status memory(uint64_t *free_bytes, uint64_t *total_bytes, m3_error *err) {
+  size_t left, all;
+  cudaError_t error = cudaMemGetInfo(&left, &all);
+  if (error != cudaSuccess) return fail(err, error, "free memory");
+  *free_bytes = left;
+  *total_bytes = all;
+  return M3_OK;
+}
+
+static void describe(char *out, size_t size) {
+  cudaDeviceProp p;
+  if (cudaGetDeviceProperties(&p, 0) == cudaSuccess)
+    snprintf(out, size, "%.100s sm_%d%d", p.name, p.major, p.minor);
+  else
+    snprintf(out, size, "?");
+}
+
+/* ------------------------------------------------------------------------------------------------ chunks */
+
+/* Brings the part of the table of a sequence that has changed. */
+static void update_table(m3_device_state *s, int32_t seq, const int32_t *table, int64_t n) {
+  int32_t *mirror = s->mirror + seq * s->blocks;
+  int64_t first = 0;
+  while (first < n && mirror[first] == table[first]) first++;
+  while (n > first && mirror[n - 1] == table[n - 1]) n--;
+  if (first == n) return;
+  memcpy(mirror + first, table + first, (size_t)(n - first) * sizeof *table);
+  upload(s, s->tables + seq * s->blocks + first, table + first, (uint64_t)(n - first) * sizeof *table);
+}
+
+static void begin(const m3_context *c, const m3_rows *rows) {
+  m3_device_state *s = c->state;
+  upload(s, s->seq, rows->seq, (uint64_t)rows->n * sizeof *rows->seq);
+  upload(s, s->pos, rows->pos, (uint64_t)rows->n * sizeof *rows->pos);
+  /* Rows of a sequence stand together, in the order of their positions. */
+  for (int32_t r = 0; r < rows->n; r++)
+    if (r + 1 == rows->n || rows->seq[r + 1] != rows->seq[r])
+      update_table(s, rows->seq[r], rows->tables[rows->seq[r]], rows->pos[r] / c->hparams->block_size + 1);
+  m3_note(s, cudaMemsetAsync(s->broken, 0x7f, sizeof *s->broken, s->stream), "begin");
+}
+
+static m3_status finish(const m3_context *c, m3_broken *broken, m3_error *err) {
+  m3_device_state *s = c->state;
+  m3_note(s, cudaMemcpyAsync(s->host_broken, s->broken, sizeof *s->broken, cudaMemcpyDeviceToHost, s->stream),
+          "finish");
+  m3_note(s, cudaStreamSynchronize(s->stream), "a kernel");
+  if (s->error != cudaSuccess) {
+    cudaError_t error = s->error;
+    s->error = cudaSuccess;
+    return fail(err, error, s->where);
+  }
+  int32_t code = *s->host_broken;
+  bool found = code != M3_NOTHING_BROKEN;
+  broken->layer = found ? code / M3_PARTS : 0;
+  broken->part = found ? (m3_part)(code % M3_PARTS) : M3_PARTS;
+  return M3_OK;
+}
+
+static int64_t thread_floats(const m3_hparams *h, int64_t max_blocks) {
+  (void)h, (void)max_blocks;
+  return 0;
+}
+
+/* ------------------------------------------------------------------------------------------------ the backend */
+
+static const m3_backend cuda_backend = {
+    .name = "cuda",
+    .state_bytes = state_bytes,
+    .open = open_state,
+    .close = close_state,
+    .alloc = alloc,
+    .free = free_memory,
+    .upload = upload,
+    .download = download,
+    .copy = copy,
+    .page_copy = page_copy,
+    .page_poison = page_poison,
+    .weight_alloc = take,
+    .weight_load = weight_load,
+    .weight_free = weight_free,
+    .memory = memory,
+    .describe = describe,
+    .thread_floats = thread_floats,
+    .begin = begin,
+    .finish = finish,
+    .embed = m3_cuda_embed,
+    .prepare = m3_cuda_prepare,
+    .select = m3_cuda_select,
+    .attend = m3_cuda_attend,
+    .output = m3_cuda_output,
+    .mlp = m3_cuda_mlp,
+    .router = m3_cuda_router,
+    .experts = m3_cuda_experts,
+    .shared = m3_cuda_shared,
+    .head = m3_cuda_head,
+    .head_input = NULL,
+    .finite = m3_cuda_finite,
+};
+
+__global__ static void probe() {}
+
+static m3_status no_driver(int version, m3_error *err) {
+  if (!version)
+    return m3_fail(err, M3_ERROR_UNSUPPORTED, "device cuda: no NVIDIA driver is installed (libcuda.so.1); cpu works");
+  return m3_fail(err, M3_ERROR_UNSUPPORTED,
+                 "device cuda: the NVIDIA driver supports CUDA %d.%d, this library needs %d.%d; cpu works",
+                 version / 1000, version % 1000 / 10, CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
+}
+
+extern "C" m3_status m3_cuda_backend(const m3_backend **out, m3_error *err) {
+  *out = NULL;
+  int version = 0, count = 0;
+  cudaDriverGetVersion(&version);
+  cudaError_t error = version ? cudaGetDeviceCount(&count) : cudaErrorInsufficientDriver;
+  if (error == cudaErrorInsufficientDriver) return no_driver(version, err);
+  if (error == cudaErrorNoDevice || (error == cudaSuccess && !count))
+    return m3_fail(err, M3_ERROR_UNSUPPORTED, "device cuda: no NVIDIA GPU is visible; cpu works");
+  if (error != cudaSuccess)
+    return m3_fail(err, M3_ERROR_UNSUPPORTED, "device cuda: %s (%s); cpu works", cudaGetErrorString(error),
+                   cudaGetErrorName(error));
+  cudaFuncAttributes attributes;
+  error = cudaFuncGetAttributes(&attributes, (const void *)probe);
+  if (error != cudaSuccess) {
+    cudaGetLastError();
+    char name[128];
+    describe(name, sizeof name);
+    return m3_fail(err, M3_ERROR_UNSUPPORTED,
+                   "device cuda: this library was not built for %s (make cuda CUDA_ARCHS=): %s; cpu works", name,
+                   cudaGetErrorString(error));
+  }
+  *out = &cuda_backend;
+  return M3_OK;
+}
