@@ -193,8 +193,8 @@ def logits_and_blocks(path: Path, isa: str):
 @pytest.mark.parametrize("type_", list(TensorType), ids=lambda t: t.name)
 def test_a_model_of_this_type_equals_it_in_f32(type_, f32_model, tmp_path):
     """Random bytes for all matrices but the router: logits and block lists are those of the values gguf reads. Without
-    blocks to the bit, because a row is made float32 before it is multiplied; with blocks as far as activations rounded to
-    16 bits go."""
+    blocks to the bit, because a row is made float32 before it is multiplied; with blocks as far as activations
+    rounded to 16 bits go."""
     random = np.random.default_rng(type_)
     quantized, plain = {}, {}
     for tensor in f32_model.tensors:
