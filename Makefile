@@ -174,13 +174,15 @@ test: install check-native
 	$(VENV)/bin/pytest
 
 # The case tables and sessions on the GPU, compared with the CPU; the golden vectors through the engine; the first two again,
-# in part, with the memory checker of the CUDA toolkit. On a machine with a GPU, after make cuda.
+# in part, with the checkers of the CUDA toolkit. On a machine with a GPU, after make cuda.
 GPU_TESTS := build/release/tests/test_ops build/release/tests/test_session
 test-gpu: install $(GPU_TESTS)
 	@$(if $(CUDA),,echo "test-gpu: run make cuda first" >&2; exit 1)
 	@for t in $(GPU_TESTS); do echo "== $$t cuda"; $$t cuda || exit 1; done
 	$(VENV)/bin/pytest tests/golden --device cuda
 	compute-sanitizer --tool memcheck --error-exitcode 1 build/release/tests/test_ops cuda few
+	compute-sanitizer --tool racecheck --error-exitcode 1 build/release/tests/test_ops cuda few
+	compute-sanitizer --tool memcheck --error-exitcode 1 build/release/tests/test_session cuda
 
 # pytest with the lowest versions of the dependencies, in an environment of its own.
 test-lowest: native

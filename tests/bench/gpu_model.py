@@ -1,9 +1,8 @@
 """Whole evaluations of an M3-shaped model of the release's widths on a GPU: gpu_model.py [options]
 
 Layers and experts are fewer than the release's, everything else is its size. Weights are random blocks of realistic
-scale, which never are zeros, made here and bound to a model that is a header only; time does not depend on their values.
-Prints time and bytes of one token after another, tokens per second of a prefill, and what the bandwidth of reading would
-allow.
+scale, never zeros, made here and bound to a model that is a header only; time does not depend on their values. Prints
+time and bytes of one token after another, tokens per second of a prefill, and what the bandwidth of reading allows.
 """
 
 import argparse
@@ -185,8 +184,10 @@ def main() -> None:
                 times.append(time.perf_counter() - start)
     middle, read = float(np.median(times)), read_per_token(s, a.type)
     bound = read / (a.bandwidth * 1e12)
-    print(f"token after {a.prefill}, {a.layers} layers and head: {middle * 1e6:.0f} us, {read / 1e9:.3f} GB of weights: "
-          f"{read / middle / 1e12:.2f} TB/s, {bound / middle:.0%} of the bound")  # fmt: skip
+    print(
+        f"token after {a.prefill}, {a.layers} layers and head: {middle * 1e6:.0f} us, {read / 1e9:.3f} GB of weights: "
+        f"{read / middle / 1e12:.2f} TB/s, {bound / middle:.0%} of the bound"
+    )
 
 
 if __name__ == "__main__":

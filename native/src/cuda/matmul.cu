@@ -6,7 +6,14 @@
 #include "cuda/state.cuh"
 #include "cuda/tables.cuh"
 
-#define WARPS 4
+/* Warps of a block. Those of a tile with many rows read the same rows of x at the same time, step by step, so that
+ * these come from the second cache once for all of them. */
+template <int ROWS>
+constexpr int warps_of = ROWS == 16 ? 12 : 4;
+template <int ROWS>
+constexpr int blocks_at_once = ROWS == 16  ? 1
+                               : ROWS == 4 ? 4
+                                           : 8;
 
 /* One of the weights that are multiplied with the same rows. */
 struct multiply_part {
@@ -70,9 +77,7 @@ __device__ static __forceinline__ void add_run(const char *const (&w)[OUTS], con
 }
 
 template <int TYPE, bool WHOLE, int ROWS, int OUTS>
-__global__ static void __launch_bounds__(WARPS * 32, ROWS == 1   ? 8
-                                                     : ROWS == 4 ? 4
-                                                                 : 3) multiply(multiply_params p) {
+__global__ static void __launch_bounds__(warps_of<ROWS> * 32, blocks_at_once<ROWS>) multiply(multiply_params p) {
   /* Groups run fastest: those that read the same rows of the weight are at work together. */
   int32_t group = (int32_t)(blockIdx.x % (unsigned)p.max_groups);
   uint32_t lane = threadIdx.x % M3_WARP, warp = threadIdx.x / M3_WARP;
@@ -81,13 +86,13 @@ __global__ static void __launch_bounds__(WARPS * 32, ROWS == 1   ? 8
 #pragma unroll
   for (int i = 1; i < M3_PRODUCT_PARTS; i++)
     if (i < p.n_parts && block >= p.parts[i].first_block) part = p.parts[i];
-  int32_t out = (int32_t)((block - part.first_block) * WARPS + warp) * OUTS;
+  int32_t out = (int32_t)((block - part.first_block) * warps_of<ROWS> + warp) * OUTS;
   m3_row_group g = {0, group * ROWS, min(ROWS, p.n - group * ROWS)};
   if (p.groups) {
     if (group >= *p.n_groups) return;
     g = p.groups[group];
   }
-  if (out >= part.n_out) return;
+  if (ROWS < 16 && out >= part.n_out) return; /* else it keeps step with the others */
   const char *weight = part.weight + g.expert * part.expert_bytes;
   const char *w[OUTS];
   const float *x[ROWS];
@@ -104,7 +109,10 @@ __global__ static void __launch_bounds__(WARPS * 32, ROWS == 1   ? 8
   /* Whole blocks of 256 columns first: no lane leaves that loop before the others, and its place in a block stays. */
   uint32_t runs = (uint32_t)(p.n_in + M3_RUN - 1) / M3_RUN, step = 0;
 #pragma unroll(ROWS == 1 ? 4 : 1)
-  for (; step + M3_WARP <= runs; step += M3_WARP) add_run<TYPE, WHOLE, ROWS, OUTS>(w, x, step | lane, p.n_in, sum);
+  for (; step + M3_WARP <= runs; step += M3_WARP) {
+    if (ROWS == 16) __syncthreads();
+    add_run<TYPE, WHOLE, ROWS, OUTS>(w, x, step | lane, p.n_in, sum);
+  }
   if ((step | lane) < runs) add_run<TYPE, WHOLE, ROWS, OUTS>(w, x, step | lane, p.n_in, sum);
 #pragma unroll
   for (int r = 0; r < ROWS; r++)
@@ -119,12 +127,12 @@ __global__ static void __launch_bounds__(WARPS * 32, ROWS == 1   ? 8
 
 template <int TYPE, bool WHOLE, int ROWS, int OUTS>
 static void launch(m3_device_state *s, multiply_params &p) {
-  unsigned blocks = 0;
+  unsigned blocks = 0, threads = warps_of<ROWS> * 32;
   for (int i = 0; i < p.n_parts; i++) {
     p.parts[i].first_block = blocks;
-    blocks += m3_blocks_for(p.parts[i].n_out, WARPS * OUTS);
+    blocks += m3_blocks_for(p.parts[i].n_out, warps_of<ROWS> * OUTS);
   }
-  multiply<TYPE, WHOLE, ROWS, OUTS><<<blocks *(unsigned)p.max_groups, WARPS * M3_WARP, 0, s->stream>>>(p);
+  multiply<TYPE, WHOLE, ROWS, OUTS><<<blocks *(unsigned)p.max_groups, threads, 0, s->stream>>>(p);
 }
 
 template <int TYPE, bool WHOLE>
