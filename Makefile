@@ -228,11 +228,11 @@ clean:
 
 # ------------------------------------------------------------------------------------------------ MSA kernels on a GPU
 
-# The check and timing program of the MSA kernels, for compute capability 9.0: build/gpu/msa [check] [time] [prefill].
+# The check and timing program of the MSA kernels, for compute capability 9.0: build/gpu/msa [check] [check-prefill] [time] [time-prefill].
 NVCC ?= nvcc
 MSA_OBJECTS := $(patsubst native/src/cuda/%.cu,build/gpu/%.o,$(wildcard native/src/cuda/msa_*.cu)) \
   $(patsubst tests/bench/gpu/%.cu,build/gpu/bench_%.o,$(wildcard tests/bench/gpu/*.cu))
-MSA_NVCC := $(NVCC) -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -Inative/include
+MSA_NVCC := $(NVCC) -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -Inative/include $(MSA_DEFINE)
 
 .PHONY: gpu-msa
 gpu-msa: build/gpu/msa

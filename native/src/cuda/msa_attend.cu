@@ -6,25 +6,30 @@
 #include "msa_select.cuh"
 #include "msa_topk.cuh"
 
+#ifdef M3_MSA_TUNE
+int m3_msa_tuned_cluster = 0;
+#endif
+
 namespace m3_msa {
 
 namespace {
 
 constexpr int WARPS = 4, THREADS = WARPS * 32;
-constexpr int PITCH = ROW_BYTES + 16;  // of rows in shared memory: ldmatrix meets no bank twice
-constexpr int DENSE_PARTS = 64;        // at most, of a (row, KV head) of a dense layer
+constexpr int PITCH = ROW_BYTES + 16;      // of rows of q and p in shared memory: ldmatrix meets no bank twice
+constexpr int HALF_PAGE = PAGE_BYTES / 2;  // 64 channels of 128 tokens
+constexpr int DENSE_PARTS = 64;            // at most, of a (row, KV head) of a dense layer
 
 enum attend_mode { LISTED, CHOSEN, DENSE };
 
 struct attend_args {
   m3_msa_rows rows;
-  const char *k, *v;
+  CUtensorMap k, v;
   const float *q;
   const int32_t *list;  // LISTED
   const float *scores;  // CHOSEN
   int64_t stride;
-  int32_t local, units;
-  int32_t *blocks;  // CHOSEN: out or NULL
+  int32_t local;
+  int32_t *blocks;  // CHOSEN: out
   float *out;
   float *part;  // DENSE: out, [n, HEADS, DENSE_PARTS] of dense_part
 };
@@ -33,13 +38,13 @@ struct dense_part {
   float max[GROUP], sum[GROUP], acc[GROUP][DIM];
 };
 
-struct alignas(128) attend_buffer {
+struct alignas(1024) attend_buffer {
   union {
-    char k[BLOCK * PITCH];
+    char k[PAGE_BYTES];
     topk_buffer topk;
     float acc[GROUP][DIM];  // what the cluster adds up
   };
-  char v[BLOCK * PITCH];
+  char v[PAGE_BYTES];
   char q[2][GROUP * PITCH], p[2][GROUP * PITCH];
   float unscale[GROUP];
   float warp_max[WARPS][GROUP], warp_sum[WARPS][GROUP];
@@ -50,62 +55,73 @@ struct alignas(128) attend_buffer {
 
 #if M3_MSA_HOPPER
 
-// Queries of the group times the softmax scale in base 2, in two parts.
-template <class T>
-__device__ void load_query(const float *q, attend_buffer &s) {
-  int lane = threadIdx.x & 31;
-  for (int h = threadIdx.x >> 5; h < GROUP; h += WARPS) {
-    float4 x = __ldcg(reinterpret_cast<const float4 *>(q + h * DIM) + lane);
-    float largest = fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w)));
-    float scale = split_scale<T>(__reduce_max_sync(~0u, __float_as_uint(largest)));
-    uint32_t lo[2], hi[2];
-    split_pair<T>(x.x * scale, x.y * scale, lo);
-    split_pair<T>(x.z * scale, x.w * scale, hi);
+// Queries of the group in two parts, and the softmax scale in base 2.
+struct query_rows {
+  float4 x[GROUP / WARPS];
+  __device__ void load(const float *q) {
 #pragma unroll
-    for (int p = 0; p < 2; p++) *reinterpret_cast<uint2 *>(&s.q[p][h * PITCH + lane * 8]) = uint2{lo[p], hi[p]};
-    if (lane == 0) s.unscale[h] = 0.08838834764831845f * 1.4426950408889634f / scale;
+    for (int i = 0; i < GROUP / WARPS; i++)
+      x[i] = __ldcg(reinterpret_cast<const float4 *>(q + (threadIdx.x / 32 + i * WARPS) * DIM) + threadIdx.x % 32);
   }
-}
+  template <class T>
+  __device__ void store(attend_buffer &s) const {
+    int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < GROUP / WARPS; i++) {
+      int h = threadIdx.x / 32 + i * WARPS;
+      float largest = fmaxf(fmaxf(fabsf(x[i].x), fabsf(x[i].y)), fmaxf(fabsf(x[i].z), fabsf(x[i].w)));
+      float scale = split_scale<T>(__reduce_max_sync(~0u, __float_as_uint(largest)));
+      uint32_t lo[2], hi[2];
+      split_pair<T>(x[i].x * scale, x[i].y * scale, lo);
+      split_pair<T>(x[i].z * scale, x[i].w * scale, hi);
+#pragma unroll
+      for (int p = 0; p < 2; p++) *reinterpret_cast<uint2 *>(&s.q[p][h * PITCH + lane * 8]) = uint2{lo[p], hi[p]};
+      if (lane == 0) s.unscale[h] = 0.08838834764831845f * 1.4426950408889634f / scale;
+    }
+  }
+};
 
-// Row `threadIdx.x` of a page on its way to shared memory. Rows that are not visible stay as they are.
-__device__ __forceinline__ void load_page(char *dst, const char *page, int visible, uint64_t *full) {
-  int r = threadIdx.x;
-  if (r == 0) barrier_expect(full, (uint32_t)(visible * ROW_BYTES));
-  if (r < visible) bulk_load(dst + r * PITCH, page + r * ROW_BYTES, ROW_BYTES, full);
+// One head of a page to shared memory, as map_pages lays it out.
+__device__ __forceinline__ void load_page(char *dst, const CUtensorMap *map, int token, uint64_t *full) {
+  barrier_expect(full, PAGE_BYTES);
+  tensor_load(dst, map, 0, token, full);
+  tensor_load(dst + HALF_PAGE, map, DIM / 2, token, full);
 }
 
 #endif
 
 // CLUSTER thread blocks share the blocks of a (row, KV head). DENSE: CLUSTER is 1 and gridDim.y parts share them.
 template <class T, int CLUSTER, attend_mode MODE>
-__global__ void __launch_bounds__(THREADS) attend_kernel(const attend_args args) {
+__global__ void __launch_bounds__(THREADS) attend_kernel(const __grid_constant__ attend_args args) {
 #if M3_MSA_HOPPER
-  extern __shared__ __align__(128) char memory[];
+  extern __shared__ __align__(1024) char memory[];
   attend_buffer &s = *reinterpret_cast<attend_buffer *>(memory);
   int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3;
   int pair = blockIdx.x / CLUSTER, rank = blockIdx.x % CLUSTER, row = pair / HEADS, head = pair % HEADS;
   launch_next();
-  if (tid == 0) barrier_init(&s.k_full, 1), barrier_init(&s.v_full, 1);
+  if (tid == 0) {
+    barrier_init(&s.k_full, 1);
+    barrier_init(&s.v_full, 1);
+    tensor_prefetch(&args.k);
+    tensor_prefetch(&args.v);
+  }
   barrier_init_done();
-  wait_previous();
   int64_t pos = __ldcg(args.rows.pos + row);
   const int32_t *table = args.rows.tables[__ldcg(args.rows.seq + row)];
   int n_blocks = (int)(pos / BLOCK) + 1;
-  load_query<T>(args.q + (int64_t)pair * GROUP * DIM, s);
+  wait_previous();
+  query_rows query;
+  query.load(args.q + (int64_t)pair * GROUP * DIM);
   int first, n;  // of the list, of the sequence if DENSE
   if (MODE == DENSE) {
     int each = (n_blocks + gridDim.y - 1) / gridDim.y;
     first = blockIdx.y * each;
     n = max(0, min(each, n_blocks - first));
-    __syncthreads();
   } else {
     if (MODE == CHOSEN) {
       const float *scores = args.scores + pair * args.stride;
-      if (args.units == 4)
-        choose_blocks<4>(scores, n_blocks, args.local, s.topk, s.list);
-      else
-        choose_blocks<1>(scores, n_blocks, args.local, s.topk, s.list);
-      if (args.blocks && rank == 0 && tid < TOP_K) args.blocks[pair * TOP_K + tid] = s.list[tid];
+      choose_blocks<CLUSTER>(scores, n_blocks, args.local, s.topk, s.list);
+      if (rank == 0 && tid < TOP_K) args.blocks[pair * TOP_K + tid] = s.list[tid];
     } else {
       if (tid < TOP_K) s.list[tid] = __ldcg(args.list + pair * TOP_K + tid);
       __syncthreads();
@@ -119,36 +135,35 @@ __global__ void __launch_bounds__(THREADS) attend_kernel(const attend_args args)
   __syncthreads();
   auto block_at = [&](int i) { return MODE == DENSE ? first + i : s.list[first + i]; };
   auto visible_in = [&](int b) { return (int)min((int64_t)BLOCK, pos + 1 - (int64_t)b * BLOCK); };
-  auto page_of = [&](int b) { return ((int64_t)__ldg(table + b) * HEADS + head) * PAGE_BYTES; };
-  int b = 0, visible = 0;
-  int64_t page = 0;
+  auto token_of = [&](int b) { return (__ldcg(table + b) * HEADS + head) * BLOCK; };  // row of the caches
+  int visible = 0;
   if (n) {
-    b = block_at(0);
+    int b = block_at(0);
     visible = visible_in(b);
-    page = page_of(b);
-    load_page(s.k, args.k + page, visible, &s.k_full);
-    load_page(s.v, args.v + page, visible, &s.v_full);
+    if (tid == 0) {
+      int token = token_of(b);
+      load_page(s.k, &args.k, token, &s.k_full);
+      load_page(s.v, &args.v, token, &s.v_full);
+    }
   }
+  query.store<T>(s);
+  __syncthreads();
   uint32_t q_at = shared_address(s.q[0]) + (lane & 15) * PITCH + (lane >> 4) * 16;
   uint32_t p_at = shared_address(s.p[0]) + (lane & 15) * PITCH + (lane >> 4) * 16;
-  uint32_t k_at = shared_address(s.k) + (warp * 32 + (lane & 7)) * PITCH + (lane >> 3) * 16;
-  uint32_t v_at = shared_address(s.v) + (lane & 15) * PITCH + (warp * 32 + (lane >> 4) * 8) * 2;
+  // Chunks c of the rows that a lane names to ldmatrix are at k_at + (c ^ lane & 7) * 16 in a half page.
+  uint32_t k_at = shared_address(s.k) + (warp * 32 + (lane & 7)) * 128;
+  uint32_t v_at = shared_address(s.v) + (warp >> 1) * HALF_PAGE + (lane & 15) * 128;
   constexpr uint32_t PART = GROUP * PITCH;
-  float o[4][4] = {}, max0 = -INFINITY, max1 = -INFINITY, sum0 = 0, sum1 = 0;
+  float o[4][4] = {}, o_low[4][4] = {}, max0 = -INFINITY, max1 = -INFINITY, sum0 = 0, sum1 = 0;
   for (int i = 0; i < n; i++) {
-    int next_visible = 0;
-    int64_t next_page = 0;
+    int next_visible = 0, next_token = 0;
     if (i + 1 < n) {
       int next = block_at(i + 1);
       next_visible = visible_in(next);
-      next_page = page_of(next);
+      next_token = token_of(next);
     }
-    // Values that are not visible are multiplied by 0 and must not be NaN.
-    if (tid >= visible)
-#pragma unroll
-      for (int c = 0; c < ROW_BYTES; c += 16) *reinterpret_cast<uint4 *>(s.v + tid * PITCH + c) = uint4{0, 0, 0, 0};
     // Scores of the warp's 32 keys.
-    float d[4][4] = {};
+    float d[4][4] = {}, e[4][4] = {};  // of the two parts: shorter chains
     barrier_wait(&s.k_full, i & 1);
 #pragma unroll
     for (int c = 0; c < DIM / 32; c++) {
@@ -160,12 +175,11 @@ __global__ void __launch_bounds__(THREADS) attend_kernel(const attend_args args)
 #pragma unroll
       for (int j = 0; j < 4; j++) {
         uint32_t x[4];
-        load_matrices(x, k_at + j * 8 * PITCH + c * 64);
-#pragma unroll
-        for (int part = 0; part < 2; part++) {
-          mma<T>(d[j], a[part][0], x[0], x[1]);
-          mma<T>(d[j], a[part][1], x[2], x[3]);
-        }
+        load_matrices(x, k_at + c / 2 * HALF_PAGE + j * 1024 + ((c % 2 * 4 + (lane >> 3)) ^ (lane & 7)) * 16);
+        mma<T>(d[j], a[0][0], x[0], x[1]);
+        mma<T>(e[j], a[1][0], x[0], x[1]);
+        mma<T>(d[j], a[0][1], x[2], x[3]);
+        mma<T>(e[j], a[1][1], x[2], x[3]);
       }
     }
     float scale0 = s.unscale[g], scale1 = s.unscale[g + 8], top0 = -INFINITY, top1 = -INFINITY;
@@ -174,8 +188,8 @@ __global__ void __launch_bounds__(THREADS) attend_kernel(const attend_args args)
 #pragma unroll
       for (int c = 0; c < 2; c++) {
         bool seen = warp * 32 + j * 8 + t * 2 + c < visible;
-        d[j][c] = seen ? d[j][c] * scale0 : -INFINITY;
-        d[j][c + 2] = seen ? d[j][c + 2] * scale1 : -INFINITY;
+        d[j][c] = seen ? (d[j][c] + e[j][c]) * scale0 : -INFINITY;
+        d[j][c + 2] = seen ? (d[j][c + 2] + e[j][c + 2]) * scale1 : -INFINITY;
         top0 = fmaxf(top0, d[j][c]);
         top1 = fmaxf(top1, d[j][c + 2]);
       }
@@ -186,7 +200,7 @@ __global__ void __launch_bounds__(THREADS) attend_kernel(const attend_args args)
     }
     if (t == 0) s.warp_max[warp][g] = top0, s.warp_max[warp][g + 8] = top1;
     __syncthreads();  // the keys have been read
-    if (i + 1 < n) load_page(s.k, args.k + next_page, next_visible, &s.k_full);
+    if (i + 1 < n && tid == 0) load_page(s.k, &args.k, next_token, &s.k_full);
     float before0 = max0, before1 = max1;
 #pragma unroll
     for (int w = 0; w < WARPS; w++) {
@@ -223,27 +237,46 @@ __global__ void __launch_bounds__(THREADS) attend_kernel(const attend_args args)
 #pragma unroll
     for (int w = 0; w < WARPS; w++) sum0 += s.warp_sum[w][g], sum1 += s.warp_sum[w][g + 8];
 #pragma unroll
-    for (int j = 0; j < 4; j++) o[j][0] *= shrink0, o[j][1] *= shrink0, o[j][2] *= shrink1, o[j][3] *= shrink1;
+    for (int j = 0; j < 4; j++)
+#pragma unroll
+      for (int c = 0; c < 4; c++) {
+        o[j][c] = (o[j][c] + o_low[j][c]) * (c < 2 ? shrink0 : shrink1);
+        o_low[j][c] = 0;
+      }
     // Weights times values, 32 channels a warp.
     barrier_wait(&s.v_full, i & 1);
+    if (visible < BLOCK) {
+      // Values that are not visible are multiplied by 0 and must not be NaN.
+      if (tid >= visible)
+#pragma unroll
+        for (int c = 0; c < 16; c++)
+          *reinterpret_cast<uint4 *>(s.v + c / 8 * HALF_PAGE + tid * 128 + c % 8 * 16) = uint4{0, 0, 0, 0};
+      __syncthreads();
+    }
 #pragma unroll
     for (int c = 0; c < BLOCK / 16; c++) {
       uint32_t a[2][4], x[2][4];
 #pragma unroll
       for (int part = 0; part < 2; part++) load_matrices(a[part], p_at + part * PART + c * 32);
 #pragma unroll
-      for (int h = 0; h < 2; h++) load_matrices_transposed(x[h], v_at + c * 16 * PITCH + h * 32);
+      for (int h = 0; h < 2; h++)
+        load_matrices_transposed(x[h], v_at + c * 2048 + ((warp % 2 * 4 + h * 2 + (lane >> 4)) ^ (lane & 7)) * 16);
 #pragma unroll
       for (int j = 0; j < 4; j++)
 #pragma unroll
-        for (int part = 0; part < 2; part++) mma<T>(o[j], a[part], x[j / 2][j % 2 * 2], x[j / 2][j % 2 * 2 + 1]);
+        for (int part = 0; part < 2; part++)
+          mma<T>(part ? o_low[j] : o[j], a[part], x[j / 2][j % 2 * 2], x[j / 2][j % 2 * 2 + 1]);
     }
     visible = next_visible;
     if (i + 1 < n) {
       __syncthreads();  // the values have been read
-      load_page(s.v, args.v + next_page, visible, &s.v_full);
+      if (tid == 0) load_page(s.v, &args.v, next_token, &s.v_full);
     }
   }
+#pragma unroll
+  for (int j = 0; j < 4; j++)
+#pragma unroll
+    for (int c = 0; c < 4; c++) o[j][c] += o_low[j][c];
   if constexpr (MODE == DENSE) {
     dense_part &part = reinterpret_cast<dense_part *>(args.part)[(int64_t)pair * gridDim.y + blockIdx.y];
 #pragma unroll
@@ -296,18 +329,25 @@ struct combine_args {
 // One thread block a (row, query head).
 __global__ void __launch_bounds__(DIM) combine_kernel(const combine_args args) {
 #if M3_MSA_HOPPER
+  __shared__ float weight[DENSE_PARTS], sum[DENSE_PARTS];
+  int pair = blockIdx.x / GROUP, h = blockIdx.x % GROUP, tid = threadIdx.x;
   launch_next();
   wait_previous();
-  int pair = blockIdx.x / GROUP, h = blockIdx.x % GROUP;
   const dense_part *part = reinterpret_cast<const dense_part *>(args.part) + (int64_t)pair * args.n_parts;
-  float most = -INFINITY, total = 0, x = 0;
-  for (int i = 0; i < args.n_parts; i++) most = fmaxf(most, __ldcg(&part[i].max[h]));
-  for (int i = 0; i < args.n_parts; i++) {
-    float weight = exp2f(__ldcg(&part[i].max[h]) - most);
-    total = fmaf(__ldcg(&part[i].sum[h]), weight, total);
-    x = fmaf(__ldcg(&part[i].acc[h][threadIdx.x]), weight, x);
+  if (tid < args.n_parts) {
+    weight[tid] = __ldcg(&part[tid].max[h]);
+    sum[tid] = __ldcg(&part[tid].sum[h]);
   }
-  args.out[(int64_t)blockIdx.x * DIM + threadIdx.x] = x / total;
+  float most = -INFINITY, total = 0, x = 0;
+  __syncthreads();
+  for (int i = 0; i < args.n_parts; i++) most = fmaxf(most, weight[i]);
+#pragma unroll 16
+  for (int i = 0; i < args.n_parts; i++) {
+    float w = exp2f(weight[i] - most);
+    total = fmaf(sum[i], w, total);
+    x = fmaf(__ldcg(&part[i].acc[h][tid]), w, x);
+  }
+  args.out[(int64_t)blockIdx.x * DIM + tid] = x / total;
 #endif
 }
 
@@ -317,9 +357,18 @@ m3_msa_result launch_listed(const attend_args &args, cudaStream_t stream) {
   auto shape = [&](int cluster) {
     return launch_shape{dim3((unsigned)(pairs * cluster)), dim3(THREADS), sizeof(attend_buffer), cluster, true};
   };
-  if (pairs <= 32) return launch(attend_kernel<T, 16, MODE>, args, shape(16), stream);
-  if (pairs <= 64) return launch(attend_kernel<T, 8, MODE>, args, shape(8), stream);
-  return launch(attend_kernel<T, 4, MODE>, args, shape(4), stream);
+#ifdef M3_MSA_TUNE
+  if (m3_msa_tuned_cluster == 1) return launch(attend_kernel<T, 1, MODE>, args, shape(1), stream);
+  if (m3_msa_tuned_cluster == 2) return launch(attend_kernel<T, 2, MODE>, args, shape(2), stream);
+  if (m3_msa_tuned_cluster == 4) return launch(attend_kernel<T, 4, MODE>, args, shape(4), stream);
+  if (m3_msa_tuned_cluster == 8) return launch(attend_kernel<T, 8, MODE>, args, shape(8), stream);
+  if (m3_msa_tuned_cluster == 16) return launch(attend_kernel<T, 16, MODE>, args, shape(16), stream);
+#endif
+  if (pairs <= 4) return launch(attend_kernel<T, 16, MODE>, args, shape(16), stream);
+  if (pairs <= 16) return launch(attend_kernel<T, 8, MODE>, args, shape(8), stream);
+  if (pairs <= 64) return launch(attend_kernel<T, 4, MODE>, args, shape(4), stream);
+  if (pairs <= 256) return launch(attend_kernel<T, 2, MODE>, args, shape(2), stream);
+  return launch(attend_kernel<T, 1, MODE>, args, shape(1), stream);
 }
 
 template <attend_mode MODE>
@@ -333,14 +382,12 @@ bool attend_taken(const m3_msa_attend &p) {
          (p.kv_type == M3_TYPE_BF16 || p.kv_type == M3_TYPE_F16);
 }
 
-attend_args make_args(const m3_msa_attend &p) {
-  attend_args args = {};
+bool make_args(const m3_msa_attend &p, attend_args &args) {
+  args = {};
   args.rows = p.rows;
-  args.k = static_cast<const char *>(p.k);
-  args.v = static_cast<const char *>(p.v);
   args.q = p.q;
   args.out = p.out;
-  return args;
+  return map_pages(&args.k, p.k, p.kv_type) && map_pages(&args.v, p.v, p.kv_type);
 }
 
 }  // namespace
@@ -351,22 +398,22 @@ using namespace m3_msa;
 
 m3_msa_result m3_msa_attend_decode(const m3_msa_attend *p, cudaStream_t stream) {
   if (!attend_taken(*p)) return M3_MSA_REFUSED;
-  attend_args args = make_args(*p);
+  attend_args args;
+  if (!make_args(*p, args)) return M3_MSA_FAILED;
   args.list = p->blocks;
   return launch_typed<LISTED>(p->kv_type, args, stream);
 }
 
 m3_msa_result m3_msa_decode(const m3_msa_select *s, const m3_msa_attend *a, cudaStream_t stream) {
+  attend_args args;
   if (!attend_taken(*a)) return M3_MSA_REFUSED;
-  scan_plan plan = plan_scan(s->rows.n, s->rows.max_blocks, s->index_type);
-  m3_msa_result result = scan(*s, plan, stream);
+  if (!make_args(*a, args)) return M3_MSA_FAILED;
+  m3_msa_result result = scan(*s, stream);
   if (result != M3_MSA_LAUNCHED) return result;
-  attend_args args = make_args(*a);
   args.scores = static_cast<const float *>(s->work);
-  args.stride = plan.stride;
+  args.stride = s->rows.max_blocks * 4;
   args.local = s->shape.local_blocks;
   args.blocks = s->blocks;
-  args.units = plan.units;
   return launch_typed<CHOSEN>(a->kv_type, args, stream);
 }
 
@@ -375,7 +422,8 @@ size_t m3_msa_dense_bytes(int32_t n_rows) { return (size_t)n_rows * HEADS * DENS
 m3_msa_result m3_msa_dense_decode(const m3_msa_attend *p, void *work, cudaStream_t stream) {
   int multiprocessors = hopper_multiprocessors();
   if (!attend_taken(*p)) return M3_MSA_REFUSED;
-  attend_args args = make_args(*p);
+  attend_args args;
+  if (!make_args(*p, args)) return M3_MSA_FAILED;
   args.part = static_cast<float *>(work);
   unsigned pairs = (unsigned)(p->rows.n * HEADS);
   // Twice the multiprocessors in thread blocks, two of which one holds.

@@ -51,6 +51,17 @@ __device__ __forceinline__ void bulk_load(void *dst, const void *src, uint32_t b
                "l"(src), "r"(bytes), "r"(shared_address(b))
                : "memory");
 }
+// Box of a tensor map at (x, y); counts its bytes on the barrier.
+__device__ __forceinline__ void tensor_load(void *dst, const void *map, int x, int y, uint64_t *b) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::
+          "r"(shared_address(dst)),
+      "l"(map), "r"(shared_address(b)), "r"(x), "r"(y)
+      : "memory");
+}
+__device__ __forceinline__ void tensor_prefetch(const void *map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
 // Between ordinary accesses to shared memory and those of the copy engine or wgmma.
 __device__ __forceinline__ void proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -67,6 +78,13 @@ __device__ __forceinline__ float cluster_load(const float *p, int rank) {
   float x;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(shared_address(p)), "r"(rank));
   asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(at) : "memory");
+  return x;
+}
+__device__ __forceinline__ uint64_t cluster_load(const uint64_t *p, int rank) {
+  uint32_t at;
+  uint64_t x;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(shared_address(p)), "r"(rank));
+  asm volatile("ld.shared::cluster.b64 %0, [%1];" : "=l"(x) : "r"(at) : "memory");
   return x;
 }
 
@@ -115,6 +133,20 @@ __device__ __forceinline__ float widen(__half x) { return __half2float(x); }
 template <class T>
 __device__ __forceinline__ uint32_t pack(T a, T b) {
   return (uint32_t)*reinterpret_cast<const uint16_t *>(&a) | (uint32_t)*reinterpret_cast<const uint16_t *>(&b) << 16;
+}
+template <class T>
+__device__ __forceinline__ uint32_t pack_pair(float x, float y);
+template <>
+__device__ __forceinline__ uint32_t pack_pair<__nv_bfloat16>(float x, float y) {
+  uint32_t r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(y), "f"(x));
+  return r;
+}
+template <>
+__device__ __forceinline__ uint32_t pack_pair<__half>(float x, float y) {
+  uint32_t r;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(y), "f"(x));
+  return r;
 }
 // x and y as sums of PARTS 16-bit numbers, largest first, packed in pairs.
 template <class T, int PARTS>

@@ -8,7 +8,12 @@
  * head, as many index heads as KV heads, 4 of them, top_k 16, local_blocks 1 to 15.
  *
  * Results do not depend on the other rows of a call nor on how the work was split: sums are in a fixed order and no
- * float is added atomically. Keys and values past a row's position are never used, whatever they hold. */
+ * float is added atomically. Keys and values past a row's position are never used, whatever they hold.
+ *
+ * Kernels are launched programmatically: they may start while the kernel before them in the stream still runs, and wait
+ * for it before they read what it may have written: queries, and index keys in the blocks of the rows' own positions.
+ * They read seq, pos, tables and index keys of earlier blocks before that, so the last few kernels before a launcher
+ * must not write these, unless one of them was launched in the ordinary way and came after. */
 #ifndef M3_SRC_CUDA_MSA_KERNELS_H
 #define M3_SRC_CUDA_MSA_KERNELS_H
 
@@ -48,9 +53,9 @@ typedef struct m3_msa_select {
   const void *index;    /* [n_pages, 128, 128] */
   int32_t index_type;   /* M3_TYPE_BF16, M3_TYPE_F16 or M3_TYPE_F32 */
   const float *index_q; /* [n, 4, 128] */
-  int32_t *blocks;      /* out [n, 4, 16] ascending, padded with -1; m3_msa_decode: may be NULL */
+  int32_t *blocks;      /* out [n, 4, 16] ascending, padded with -1 */
   int32_t *not_finite;  /* set to 1 if a score is not finite, else left alone */
-  void *work;           /* m3_msa_select_bytes(n, max_blocks, index_type), aligned to 16 */
+  void *work;           /* m3_msa_select_bytes(n, max_blocks), aligned to 16 */
 } m3_msa_select;
 
 /* Attention of decode rows over listed blocks, as m3_cpu_attend. Queries and softmax weights enter the tensor cores in
@@ -66,19 +71,46 @@ typedef struct m3_msa_attend {
 } m3_msa_attend;
 
 /* Bytes of m3_msa_select.work. */
-size_t m3_msa_select_bytes(int32_t n_rows, int64_t max_blocks, int32_t index_type);
+size_t m3_msa_select_bytes(int32_t n_rows, int64_t max_blocks);
 
 m3_msa_result m3_msa_select_decode(const m3_msa_select *p, cudaStream_t stream);
 m3_msa_result m3_msa_attend_decode(const m3_msa_attend *p, cudaStream_t stream);
 
-/* Both in two launches, the lists chosen by the attention kernel. a->blocks is not read; s->blocks, if not NULL, gets
- * the lists. The rows of both are the same. */
+/* Both; up to 1024 blocks in two launches, the lists chosen by the attention kernel. a->blocks is not read, s->blocks
+ * gets the lists. The rows of both are the same. */
 m3_msa_result m3_msa_decode(const m3_msa_select *s, const m3_msa_attend *a, cudaStream_t stream);
 
 /* Attention of decode rows over all visible blocks (dense layers): blocks is not read. work:
  * m3_msa_dense_bytes(n). */
 size_t m3_msa_dense_bytes(int32_t n_rows);
 m3_msa_result m3_msa_dense_decode(const m3_msa_attend *p, void *work, cudaStream_t stream);
+
+/* Prefill: rows are n consecutive tokens of one sequence from first_pos on, up to 1,048,576 tokens with what is before
+ * them. Rows of any number are taken, many are efficient. */
+typedef struct m3_msa_prefill {
+  m3_msa_shape shape;
+  int32_t n;
+  int64_t first_pos;
+  const int32_t *table; /* page of each block of the sequence */
+  const void *index;    /* [n_pages, 128, 128] */
+  int32_t index_type;   /* M3_TYPE_BF16 or M3_TYPE_F16 */
+  const float *index_q; /* [n, 4, 128] */
+  const void *k, *v;    /* [n_pages, 4, 128, 128] */
+  int32_t kv_type;      /* M3_TYPE_BF16 or M3_TYPE_F16 */
+  const float *q;       /* [n, 64, 128] */
+  int32_t *blocks;      /* [n, 4, 16] ascending, padded with -1: written by select, read by attend */
+  float *out;           /* [n, 64, 128] */
+  int32_t *not_finite;  /* select: set to 1 if a query or a key is not finite, else left alone */
+  void *work;           /* select: m3_msa_prefill_select_bytes, aligned to 256 */
+} m3_msa_prefill;
+
+/* Some 260 bytes for each token that the last row sees and up to 1.5 KB for each row and split of the context. */
+size_t m3_msa_prefill_select_bytes(int32_t n, int64_t first_pos, int32_t local_blocks);
+m3_msa_result m3_msa_prefill_select(const m3_msa_prefill *p, cudaStream_t stream);
+
+/* Queries and softmax weights are rounded to kv_type before the tensor cores, as in dense flash attention: some 2e-3 of
+ * the result's norm with bfloat16. */
+m3_msa_result m3_msa_prefill_attend(const m3_msa_prefill *p, cudaStream_t stream);
 
 #ifdef __cplusplus
 }

@@ -2,6 +2,7 @@
 #ifndef M3_SRC_CUDA_MSA_LAUNCH_CUH
 #define M3_SRC_CUDA_MSA_LAUNCH_CUH
 
+#include <cuda.h>
 #include <cuda_runtime.h>
 
 #include "m3.h"
@@ -28,6 +29,24 @@ inline bool shape_taken(const m3_msa_shape &s) {
 inline bool decode_rows_taken(const m3_msa_rows &r) {
   return r.n >= 1 && r.n <= M3_MSA_MAX_ROWS && r.per_sequence >= 1 && r.per_sequence <= 4 &&
          r.n % r.per_sequence == 0 && r.max_blocks >= 1 && r.max_blocks <= M3_MSA_MAX_BLOCKS;
+}
+
+// Map of a 16-bit cache for boxes of one page and half a head: [64 channels, 128 tokens] in the 128-byte swizzle, in
+// which 16-byte chunk c of row r lies at place c ^ (r & 7). Rows are not counted: only pages of tables are read.
+inline bool map_pages(CUtensorMap *map, const void *pages, int32_t type) {
+  void *entry = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found) !=
+          cudaSuccess ||
+      found != cudaDriverEntryPointSuccess)
+    return false;
+  auto encode = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry);
+  cuuint64_t size[2] = {DIM, 0x7fffffff}, stride[1] = {ROW_BYTES};
+  cuuint32_t box[2] = {DIM / 2, BLOCK}, step[2] = {1, 1};
+  return encode(map, type == M3_TYPE_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2,
+                const_cast<void *>(pages), size, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 struct launch_shape {

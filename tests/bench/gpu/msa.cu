@@ -1,4 +1,5 @@
-// Checks and times the MSA kernels: msa [check] [time] [prefill] (all without arguments). CSV to $OUT/msa.csv, or msa.csv.
+// Checks and times the MSA kernels: msa [check] [check-prefill] [time] [time-prefill] (all without arguments). CSV to $OUT/msa.csv, or
+// msa.csv.
 #include <cstdlib>
 #include <cstring>
 #include <string>
@@ -25,7 +26,9 @@ int main(int argc, char **argv) {
   fprintf(csv, "case,context,batch,us,bytes_or_flop,rate\n");
   bool good = true;
   if (asked("check")) good &= check_decode();
+  if (asked("check-prefill")) good &= check_prefill();
   if (asked("time")) time_decode(csv);
+  if (asked("time-prefill")) time_prefill(csv);
   fclose(csv);
   printf(good ? "all right\n" : "FAILED\n");
   return good ? 0 : 1;

@@ -3,6 +3,11 @@
 #include "checks.h"
 #include "timing.cuh"
 
+#ifdef M3_MSA_TUNE
+#include "../../../native/src/cuda/msa_select.cuh"
+extern int m3_msa_tuned_cluster;
+#endif
+
 namespace {
 
 // One pool of pages serves all contexts; every rotation has pages of its own.
@@ -23,12 +28,13 @@ void one(const pool &memory, int64_t context, int batch, int per, FILE *csv) {
   int rotations = (int)std::min<int64_t>(32, memory.n_pages / (n_blocks * batch));
   int calls = std::max(rotations, 8), n = batch * per;
   std::mt19937 rng(7);
-  std::vector<int32_t> pages(rotations * batch * n_blocks);
+  // One table and several caches, as the layers of a model have them.
+  std::vector<int32_t> pages(batch * n_blocks);
   std::iota(pages.begin(), pages.end(), 0);
   std::shuffle(pages.begin(), pages.end(), rng);
   device_array<int32_t> page(pages);
   std::vector<const int32_t *> at;
-  for (int i = 0; i < rotations * batch; i++) at.push_back(page.p + i * n_blocks);
+  for (int i = 0; i < batch; i++) at.push_back(page.p + i * n_blocks);
   device_array<const int32_t *> tables(at);
   std::vector<int32_t> seqs;
   std::vector<int64_t> poss;
@@ -41,13 +47,17 @@ void one(const pool &memory, int64_t context, int batch, int per, FILE *csv) {
   for (auto &x : qs) x = normal(rng);
   for (auto &x : iqs) x = normal(rng);
   device_array<float> q(qs), index_q(iqs), out(qs.size());
-  device_array<char> work(m3_msa_select_bytes(n, n_blocks, M3_TYPE_BF16)), dense_work(m3_msa_dense_bytes(n));
-  auto rows = [&](int i) { return m3_msa_rows{n, per, seq.p, pos.p, tables.p + i % rotations * batch, n_blocks}; };
+  device_array<char> work(m3_msa_select_bytes(n, n_blocks)), dense_work(m3_msa_dense_bytes(n));
+  m3_msa_rows rows = {n, per, seq.p, pos.p, tables.p, n_blocks};
+  auto cache = [&](const device_array<char> &x, int64_t heads, int i) {
+    return x.p + i % rotations * batch * n_blocks * heads * BLOCK * DIM * 2;
+  };
   auto select = [&](int i) {
-    return m3_msa_select{SHAPE, rows(i), memory.index.p, M3_TYPE_BF16, index_q.p, blocks.p, flag.p, work.p};
+    return m3_msa_select{SHAPE, rows, cache(memory.index, 1, i), M3_TYPE_BF16, index_q.p, blocks.p, flag.p, work.p};
   };
   auto attend = [&](int i) {
-    return m3_msa_attend{SHAPE, rows(i), memory.k.p, memory.v.p, M3_TYPE_BF16, q.p, blocks.p, out.p};
+    return m3_msa_attend{SHAPE,    rows, cache(memory.k, HEADS, i), cache(memory.v, HEADS, i), M3_TYPE_BF16, q.p,
+                         blocks.p, out.p};
   };
   double index_bytes = (double)batch * context * DIM * 2;
   double listed = (double)std::min<int64_t>(TOP_K, n_blocks) * BLOCK * HEADS * DIM * 4 * n;
@@ -58,18 +68,39 @@ void one(const pool &memory, int64_t context, int batch, int per, FILE *csv) {
   };
   if (batch == 1 && per == 1)
     show("read", index_bytes, graph_us(calls, [&](int i, cudaStream_t s) {
-           read_all(memory.index.p + (int64_t)(i % rotations) * n_blocks * BLOCK * DIM * 2, n_blocks * BLOCK * DIM * 2, s);
+           read_all(memory.index.p + (int64_t)(i % rotations) * n_blocks * BLOCK * DIM * 2, n_blocks * BLOCK * DIM * 2,
+                    s);
          }));
   if (n <= 32)
     show("select", index_bytes, graph_us(calls, [&](int i, cudaStream_t s) {
            auto p = select(i);
            LAUNCHED(m3_msa_select_decode(&p, s));
          }));
-  { auto p = select(0); LAUNCHED(m3_msa_select_decode(&p, 0)); CUDA(cudaDeviceSynchronize()); }
+  {
+    auto p = select(0);
+    LAUNCHED(m3_msa_select_decode(&p, 0));
+    CUDA(cudaDeviceSynchronize());
+  }
   show("attend", listed, graph_us(calls, [&](int i, cudaStream_t s) {
          auto p = attend(i);
          LAUNCHED(m3_msa_attend_decode(&p, s));
        }));
+#ifdef M3_MSA_TUNE
+  for (int c = 2; c <= 16; c *= 2) {
+    m3_msa_tuned_cluster = c;
+    char name[32];
+    snprintf(name, sizeof name, "attend cluster %d", c);
+    show(name, listed, graph_us(calls, [&](int i, cudaStream_t s) {
+           auto p = attend(i);
+           LAUNCHED(m3_msa_attend_decode(&p, s));
+         }));
+  }
+  m3_msa_tuned_cluster = 0;
+  show("scan only", index_bytes, graph_us(calls, [&](int i, cudaStream_t s) {
+         auto p = select(i);
+         LAUNCHED(m3_msa::scan(p, s));
+       }));
+#endif
   if (n <= 32)
     show("select+attend", index_bytes + listed, graph_us(calls, [&](int i, cudaStream_t s) {
            auto p = select(i);
