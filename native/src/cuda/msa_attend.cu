@@ -40,11 +40,12 @@ struct dense_part {
 
 struct alignas(1024) attend_buffer {
   union {
-    char k[PAGE_BYTES];
+    struct {
+      char k[PAGE_BYTES], v[PAGE_BYTES];
+    };
     topk_buffer topk;
     float acc[GROUP][DIM];  // what the cluster adds up
   };
-  char v[PAGE_BYTES];
   char q[2][GROUP * PITCH], p[2][GROUP * PITCH];
   float unscale[GROUP];
   float warp_max[WARPS][GROUP], warp_sum[WARPS][GROUP];
@@ -120,7 +121,7 @@ __global__ void __launch_bounds__(THREADS) attend_kernel(const __grid_constant__
   } else {
     if (MODE == CHOSEN) {
       const float *scores = args.scores + pair * args.stride;
-      choose_blocks<CLUSTER>(scores, n_blocks, args.local, s.topk, s.list);
+      choose_blocks(scores, n_blocks, args.local, s.topk, s.list);
       if (rank == 0 && tid < TOP_K) args.blocks[pair * TOP_K + tid] = s.list[tid];
     } else {
       if (tid < TOP_K) s.list[tid] = __ldcg(args.list + pair * TOP_K + tid);
@@ -411,7 +412,7 @@ m3_msa_result m3_msa_decode(const m3_msa_select *s, const m3_msa_attend *a, cuda
   m3_msa_result result = scan(*s, stream);
   if (result != M3_MSA_LAUNCHED) return result;
   args.scores = static_cast<const float *>(s->work);
-  args.stride = s->rows.max_blocks * 4;
+  args.stride = stride_of(s->rows);
   args.local = s->shape.local_blocks;
   args.blocks = s->blocks;
   return launch_typed<CHOSEN>(a->kv_type, args, stream);

@@ -80,14 +80,6 @@ __device__ __forceinline__ float cluster_load(const float *p, int rank) {
   asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(at) : "memory");
   return x;
 }
-__device__ __forceinline__ uint64_t cluster_load(const uint64_t *p, int rank) {
-  uint32_t at;
-  uint64_t x;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(shared_address(p)), "r"(rank));
-  asm volatile("ld.shared::cluster.b64 %0, [%1];" : "=l"(x) : "r"(at) : "memory");
-  return x;
-}
-
 __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t at) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])

@@ -1,6 +1,8 @@
 // Block selection of many consecutive queries. Keys are packed once as float16 with a power of two for each page,
 // queries become two float16 parts, so that products lose less than 2^-22 of |q| |k|; four warpgroups, one a head,
 // score 64 queries against one block after another and keep the best 16 of each row, so that scores never reach memory.
+// The second part is added only if the first with a bound of what it can add reaches the weakest kept score of some
+// row.
 #include <math.h>
 
 #include "msa_launch.cuh"
@@ -47,15 +49,29 @@ struct merge_args {
 struct alignas(1024) score_buffer {
   char q[HEADS][2][PART_BYTES];
   char key[STAGES][STAGE_BYTES];
+  float slack[LIST_ROWS];  // what the second part of a query and rounding can change, for keys of norm 1
   float score[TOP_K][LIST_ROWS];
   uint16_t id[TOP_K][LIST_ROWS];
   uint64_t full[STAGES], empty[STAGES];
 };
 
+#if M3_MSA_HOPPER
+__device__ __forceinline__ float square(float x) { return x * x; }
+// Whether x is true in any of the 128 threads that use a barrier.
+__device__ __forceinline__ bool group_any(int barrier, bool x) {
+  uint32_t any;
+  asm volatile("{\n.reg .pred p, q;\nsetp.ne.u32 p, %1, 0;\nbar.red.or.pred q, %2, 128, p;\nselp.u32 %0, 1, 0, q;\n}"
+               : "=r"(any)
+               : "r"((uint32_t)x), "r"(barrier)
+               : "memory");
+  return any;
+}
+#endif
+
 // One thread block a page.
 __global__ void __launch_bounds__(256) pack_kernel(const __grid_constant__ pack_args args) {
 #if M3_MSA_HOPPER
-  __shared__ uint32_t warp_largest[8];
+  __shared__ uint32_t warp_largest[8], warp_norm[8];
   wait_previous();
   launch_next();
   int tid = threadIdx.x;
@@ -64,21 +80,28 @@ __global__ void __launch_bounds__(256) pack_kernel(const __grid_constant__ pack_
 #pragma unroll
   for (int i = 0; i < 8; i++) x[i] = __ldcs(reinterpret_cast<const uint4 *>(page) + i * 256 + tid);
   float y[8][8];
-  uint32_t largest = 0;
+  uint32_t largest = 0, norm = 0;  // bits of floats >= 0
 #pragma unroll
-  for (int i = 0; i < 8; i++)
+  for (int i = 0; i < 8; i++) {
+    float square = 0;  // of the key that 16 lanes have
 #pragma unroll
     for (int j = 0; j < 8; j++) {
       uint32_t word = j < 2 ? x[i].x : j < 4 ? x[i].y : j < 6 ? x[i].z : x[i].w;
       uint32_t bits = j % 2 ? word >> 16 : word & 0xffff;
       y[i][j] = args.half ? __half2float(__ushort_as_half((unsigned short)bits)) : __uint_as_float(bits << 16);
       largest = max(largest, __float_as_uint(fabsf(y[i][j])));
+      square = fmaf(y[i][j], y[i][j], square);
     }
+#pragma unroll
+    for (int x = 1; x < 16; x *= 2) square += __shfl_xor_sync(~0u, square, x);
+    norm = max(norm, __float_as_uint(square));
+  }
   largest = __reduce_max_sync(~0u, largest);
-  if (tid % 32 == 0) warp_largest[tid / 32] = largest;
+  norm = __reduce_max_sync(~0u, norm);
+  if (tid % 32 == 0) warp_largest[tid / 32] = largest, warp_norm[tid / 32] = norm;
   __syncthreads();
 #pragma unroll
-  for (int w = 0; w < 8; w++) largest = max(largest, warp_largest[w]);
+  for (int w = 0; w < 8; w++) largest = max(largest, warp_largest[w]), norm = max(norm, warp_norm[w]);
   if (largest >= 0x7f800000u) *args.not_finite = 1;
   float scale = split_scale<__half>(largest);
   char *to = args.packed + (int64_t)blockIdx.x * PACKED_BYTES;
@@ -92,11 +115,12 @@ __global__ void __launch_bounds__(256) pack_kernel(const __grid_constant__ pack_
     *reinterpret_cast<uint4 *>(to + column / 64 * (PAGE_BYTES / 2) + swizzled(row, column % 64)) =
         uint4{w[0], w[1], w[2], w[3]};
   }
-  if (tid == 0) *reinterpret_cast<float *>(to + PAGE_BYTES) = 1.0f / scale;
+  if (tid == 0)
+    *reinterpret_cast<float2 *>(to + PAGE_BYTES) = float2{1.0f / scale, sqrtf(__uint_as_float(norm)) * 1.001f};
 #endif
 }
 
-__global__ void __launch_bounds__(CONSUMERS + 32, 1) score_kernel(const __grid_constant__ score_args args) {
+__global__ void __launch_bounds__(CONSUMERS + 128, 1) score_kernel(const __grid_constant__ score_args args) {
 #if M3_MSA_HOPPER
   extern __shared__ __align__(1024) char memory[];
   score_buffer &s = *reinterpret_cast<score_buffer *>(memory);
@@ -135,6 +159,17 @@ __global__ void __launch_bounds__(CONSUMERS + 32, 1) score_kernel(const __grid_c
         uint32_t lo[2], hi[2];
         split_pair<__half>(x[u].x * scale, x[u].y * scale, lo);
         split_pair<__half>(x[u].z * scale, x[u].w * scale, hi);
+        // Norms of the query and of its second part.
+        float2 e = __half22float2(*reinterpret_cast<__half2 *>(&lo[1])),
+               f = __half22float2(*reinterpret_cast<__half2 *>(&hi[1]));
+        float all = square(x[u].x * scale) + square(x[u].y * scale) + square(x[u].z * scale) + square(x[u].w * scale);
+        float second = e.x * e.x + e.y * e.y + f.x * f.x + f.y * f.y;
+#pragma unroll
+        for (int o = 1; o < 32; o *= 2) {
+          all += __shfl_xor_sync(~0u, all, o);
+          second += __shfl_xor_sync(~0u, second, o);
+        }
+        if (lane == 0) s.slack[r % HEADS * TILE + r / HEADS] = (sqrtf(second) + 0x1p-18f * sqrtf(all)) * 1.001f;
 #pragma unroll
         for (int p = 0; p < 2; p++)
           *reinterpret_cast<uint2 *>(s.q[r % HEADS][p] + lane / 16 * (PART_BYTES / 2) +
@@ -150,6 +185,7 @@ __global__ void __launch_bounds__(CONSUMERS + 32, 1) score_kernel(const __grid_c
   }
   __syncthreads();
   if (tid >= CONSUMERS) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
     if (tid == CONSUMERS)
       for (int b = first, i = 0; b < end; b++, i++) {
         int stage = i % STAGES;
@@ -157,65 +193,75 @@ __global__ void __launch_bounds__(CONSUMERS + 32, 1) score_kernel(const __grid_c
         barrier_expect(&s.full[stage], PACKED_BYTES);
         bulk_load(s.key[stage], args.packed + (int64_t)b * PACKED_BYTES, PACKED_BYTES, &s.full[stage]);
       }
-    return;
-  }
-  int head = tid / 128, warp = tid / 32 % 4, lane = tid % 32, g = lane / 4, t = lane % 4;
-  // Lanes 0 and 1 of a quad keep the lists of its two rows.
-  int query = warp * 16 + g + (t & 1) * 8, list = head * TILE + query, row = tile * TILE + query;
-  int64_t others = row < args.n && t < 2 ? (args.first_pos + row) / BLOCK + 1 - args.local : 0;
-  int weakest = 0;
-  float threshold = -INFINITY;
-  uint32_t q_at = shared_address(s.q[head][0]);
-  for (int b = first, i = 0; b < end; b++, i++) {
-    int stage = i % STAGES;
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 112;");
+    int head = tid / 128, warp = tid / 32 % 4, lane = tid % 32, g = lane / 4, t = lane % 4;
+    // Lanes 0 and 1 of a quad keep the lists of its two rows.
+    int query = warp * 16 + g + (t & 1) * 8, list = head * TILE + query, row = tile * TILE + query;
+    int64_t others = row < args.n && t < 2 ? (args.first_pos + row) / BLOCK + 1 - args.local : 0;
+    int weakest = 0;
+    float threshold = -INFINITY;
+    float slack = s.slack[list];
+    uint32_t q_at = shared_address(s.q[head][0]);
     float d[64];
-    barrier_wait(&s.full[stage], i / STAGES & 1);
-    uint32_t key_at = shared_address(s.key[stage]);
-    wgmma_begin();
-#pragma unroll
-    for (int p = 0; p < 2; p++)
+    // Adds one part of the queries times the keys of a stage; the largest sum of the lane's row.
+    auto product = [&](int part, uint32_t key_at) {
+      hold(d);
+      wgmma_begin();
 #pragma unroll
       for (int k = 0; k < DIM / 16; k++)
-        wgmma<__half>(d, operand(q_at + p * PART_BYTES + k / 4 * (PART_BYTES / 2) + k % 4 * 32),
-                      operand(key_at + k / 4 * (PAGE_BYTES / 2) + k % 4 * 32), p + k > 0);
-    wgmma_commit();
-    float unscale = *reinterpret_cast<const float *>(s.key[stage] + PAGE_BYTES);
-    wgmma_wait<0>();
-    hold(d);
-    if (lane == 0) barrier_arrive(&s.empty[stage]);
-    float m0 = d[0], m1 = d[2];
+        wgmma<__half>(d, operand(q_at + part * PART_BYTES + k / 4 * (PART_BYTES / 2) + k % 4 * 32),
+                      operand(key_at + k / 4 * (PAGE_BYTES / 2) + k % 4 * 32), part + k > 0);
+      wgmma_commit();
+      wgmma_wait<0>();
+      hold(d);
+      float m0 = d[0], m1 = d[2];
 #pragma unroll
-    for (int j = 0; j < 16; j++) {
-      m0 = fmaxf(m0, fmaxf(d[4 * j], d[4 * j + 1]));
-      m1 = fmaxf(m1, fmaxf(d[4 * j + 2], d[4 * j + 3]));
-    }
+      for (int j = 0; j < 16; j++) {
+        m0 = fmaxf(m0, fmaxf(d[4 * j], d[4 * j + 1]));
+        m1 = fmaxf(m1, fmaxf(d[4 * j + 2], d[4 * j + 3]));
+      }
 #pragma unroll
-    for (int x = 1; x <= 2; x *= 2) {
-      m0 = fmaxf(m0, __shfl_xor_sync(~0u, m0, x));
-      m1 = fmaxf(m1, __shfl_xor_sync(~0u, m1, x));
+      for (int x = 1; x <= 2; x *= 2) {
+        m0 = fmaxf(m0, __shfl_xor_sync(~0u, m0, x));
+        m1 = fmaxf(m1, __shfl_xor_sync(~0u, m1, x));
+      }
+      return t & 1 ? m1 : m0;
+    };
+    for (int b = first, i = 0; b < end; b++, i++) {
+      int stage = i % STAGES;
+      barrier_wait(&s.full[stage], i / STAGES & 1);
+      uint32_t key_at = shared_address(s.key[stage]);
+      float2 tail = *reinterpret_cast<const float2 *>(s.key[stage] + PAGE_BYTES);
+      float score = product(0, key_at) * tail.x;
+      if (!group_any(1 + head, b < others && score + slack * tail.y >= threshold)) {
+        if (lane == 0) barrier_arrive(&s.empty[stage]);
+        continue;
+      }
+      score = product(1, key_at) * tail.x;
+      if (lane == 0) barrier_arrive(&s.empty[stage]);
+      // Blocks come in ascending order: an equal score does not displace, and of equal ones the last is displaced.
+      if (b < others && score > threshold) {
+        s.score[weakest][list] = score;
+        s.id[weakest][list] = (uint16_t)b;
+        float low = INFINITY;
+        int low_id = -1;
+#pragma unroll
+        for (int j = 0; j < TOP_K; j++) {
+          float x = s.score[j][list];
+          int id = s.id[j][list];
+          if (x < low || (x == low && id > low_id)) low = x, low_id = id, weakest = j;
+        }
+        threshold = low;
+      }
     }
-    float score = (t & 1 ? m1 : m0) * unscale;
-    // Blocks come in ascending order: an equal score does not displace, and of equal ones the last is displaced.
-    if (b < others && score > threshold) {
-      s.score[weakest][list] = score;
-      s.id[weakest][list] = (uint16_t)b;
-      float low = INFINITY;
-      int low_id = -1;
+    if (t < 2) {
+      int64_t to = ((int64_t)tile * args.splits + split) * TOP_K * LIST_ROWS + list;
 #pragma unroll
       for (int j = 0; j < TOP_K; j++) {
-        float x = s.score[j][list];
-        int id = s.id[j][list];
-        if (x < low || (x == low && id > low_id)) low = x, low_id = id, weakest = j;
+        args.scores[to + j * LIST_ROWS] = s.score[j][list];
+        args.ids[to + j * LIST_ROWS] = s.id[j][list];
       }
-      threshold = low;
-    }
-  }
-  if (t < 2) {
-    int64_t to = ((int64_t)tile * args.splits + split) * TOP_K * LIST_ROWS + list;
-#pragma unroll
-    for (int j = 0; j < TOP_K; j++) {
-      args.scores[to + j * LIST_ROWS] = s.score[j][list];
-      args.ids[to + j * LIST_ROWS] = s.id[j][list];
     }
   }
 #endif
@@ -325,7 +371,7 @@ m3_msa_result m3_msa_prefill_select(const m3_msa_prefill *p, cudaStream_t stream
     score_args score = {packed,           p->index_q,  p->first_pos, p->n, p->shape.local_blocks, plan.splits,
                         plan.blocks_each, plan.others, scores,       ids,  p->not_finite};
     result = launch(score_kernel, score,
-                    {dim3((unsigned)(plan.tiles * plan.splits)), dim3(CONSUMERS + 32), sizeof(score_buffer), 1, true},
+                    {dim3((unsigned)(plan.tiles * plan.splits)), dim3(CONSUMERS + 128), sizeof(score_buffer), 1, true},
                     stream);
     if (result != M3_MSA_LAUNCHED) return result;
   }

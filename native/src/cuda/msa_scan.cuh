@@ -12,7 +12,11 @@
 namespace m3_msa {
 
 constexpr int SCAN_WARPS = 4, SCAN_THREADS = SCAN_WARPS * 32, SCAN_STAGES = 2;
-constexpr int SCAN_PER_SM = 3;         // thread blocks; 3 x 4 warps x 2 stages of 8 KB are in flight
+#ifdef M3_MSA_TUNE
+inline int SCAN_PER_SM = 3;
+#else
+constexpr int SCAN_PER_SM = 3;  // thread blocks; 3 x 4 warps x 2 stages of 8 KB are in flight
+#endif
 constexpr int SCAN_LOAD_BYTES = 8192;  // of one stage
 constexpr int QUARTER = BLOCK / 4;     // tokens
 
@@ -20,7 +24,7 @@ struct scan_args {
   m3_msa_rows rows;
   const void *index;
   const float *q;
-  float *scores;   // [n, HEADS, stride] maxima of quarters of blocks
+  float *scores;   // [n, HEADS, stride] maxima of blocks
   int64_t stride;  // floats
   int32_t *not_finite;
 };
@@ -145,14 +149,15 @@ struct scan_query<float, ROWS> {
 
 #endif
 
-// The blocks of all sequences go to the thread blocks in turn, a quarter to each warp. Warps do not wait for each
-// other, but nearly keep step, so that a page is read as a whole.
+// The blocks of all sequences are shared out among the thread blocks in one row, a quarter of a block to each warp: a
+// page is read as a whole, and few thread blocks see two sequences.
 template <class Key, int ROWS>
 __global__ void __launch_bounds__(SCAN_THREADS) scan_kernel(const __grid_constant__ scan_args args) {
 #if M3_MSA_HOPPER
   using query = scan_query<Key, ROWS>;
   constexpr int KEYS = SCAN_LOAD_BYTES / (DIM * (int)sizeof(Key)), LOADS = QUARTER / KEYS;
   extern __shared__ __align__(128) char memory[];
+  __shared__ float part_max[2][SCAN_WARPS][query::N];
   __shared__ uint64_t full[SCAN_WARPS][SCAN_STAGES];
   __shared__ const int32_t *table[M3_MSA_MAX_ROWS];
   __shared__ int32_t last[M3_MSA_MAX_ROWS], start[M3_MSA_MAX_ROWS + 1];
@@ -175,50 +180,55 @@ __global__ void __launch_bounds__(SCAN_THREADS) scan_kernel(const __grid_constan
     start[n_seq] = sum;
   }
   __syncthreads();
-  int total = start[n_seq];
+  int64_t total = start[n_seq];
+  int begin = (int)(total * blockIdx.x / gridDim.x), end = (int)(total * (blockIdx.x + 1) / gridDim.x);
   char *stages = memory + warp * SCAN_STAGES * SCAN_LOAD_BYTES;
   uint64_t *ready = full[warp];
 
-  // Lane 0 runs ahead by the stages, and its table lookups by one more.
-  int ahead = blockIdx.x, ahead_seq = 0, ahead_load = 0, issued = 0;
-  bool settled = false;  // the next block is not written by the previous kernel
-  const char *next = nullptr;
-  auto look_up = [&]() {
-    if (ahead_load) {
-      next += SCAN_LOAD_BYTES;
-    } else if (ahead < total) {
-      while (ahead >= start[ahead_seq + 1]) ahead_seq++;
-      int block = ahead - start[ahead_seq], least = last[ahead_seq * per];
-      for (int r = 1; r < per; r++) least = min(least, last[ahead_seq * per + r]);
-      settled = block < least / BLOCK;
-      next = static_cast<const char *>(args.index) +
-             ((int64_t)__ldcg(table[ahead_seq] + block) * 4 + warp) * (LOADS * SCAN_LOAD_BYTES);
-      ahead += gridDim.x;
-    } else {
-      next = nullptr;
+  // The pages of 32 blocks at a time lie in the lanes of a warp.
+  int n_loads = (end - begin) * LOADS, chunk = -1;
+  int32_t page = 0;
+  uint32_t settled = 0;  // blocks that the previous kernel does not write
+  auto find = [&](int load) {
+    int item = load / LOADS;
+    if (item / 32 != chunk) {
+      chunk = item / 32;
+      int mine = begin + chunk * 32 + lane, s = 0;
+      bool early = false;
+      if (mine < end) {
+        while (mine >= start[s + 1]) s++;
+        int block = mine - start[s], least = last[s * per];
+        for (int r = 1; r < per; r++) least = min(least, last[s * per + r]);
+        early = block < least / BLOCK;
+        page = __ldcg(table[s] + block);
+      }
+      settled = __ballot_sync(~0u, early);
     }
-    ahead_load = ahead_load + 1 == LOADS ? 0 : ahead_load + 1;
+    int64_t at = (int64_t)__shfl_sync(~0u, page, item % 32) * 4 + warp;
+    return static_cast<const char *>(args.index) + (at * LOADS + load % LOADS) * SCAN_LOAD_BYTES;
   };
-  auto issue = [&]() {
-    if (!next) return;
-    int stage = issued++ % SCAN_STAGES;
-    barrier_expect(&ready[stage], SCAN_LOAD_BYTES);
-    bulk_load(stages + stage * SCAN_LOAD_BYTES, next, SCAN_LOAD_BYTES, &ready[stage]);
-    look_up();
+  auto issue = [&](int load) {
+    const char *from = find(load);
+    int stage = load % SCAN_STAGES;
+    if (lane == 0) {
+      barrier_expect(&ready[stage], SCAN_LOAD_BYTES);
+      bulk_load(stages + stage * SCAN_LOAD_BYTES, from, SCAN_LOAD_BYTES, &ready[stage]);
+    }
   };
-  if (lane == 0) {
-    look_up();
-    while (issued < SCAN_STAGES && next && settled) issue();
+  int early = 0;
+  for (; early < SCAN_STAGES && early < n_loads; early++) {
+    find(early);
+    if (!(settled >> early / LOADS & 1)) break;
+    issue(early);
   }
   wait_previous();
-  if (lane == 0)
-    while (issued < SCAN_STAGES && next) issue();
+  for (; early < SCAN_STAGES && early < n_loads; early++) issue(early);
 
   query q;
   float bad = 0;
   int seq = -1, done = 0;
   int32_t seen[query::OUT];
-  for (int item = blockIdx.x; item < total; item += gridDim.x) {
+  for (int item = begin; item < end; item++) {
     if (seq < 0 || item >= start[seq + 1]) {
       do seq++;
       while (item >= start[seq + 1]);
@@ -256,17 +266,23 @@ __global__ void __launch_bounds__(SCAN_THREADS) scan_kernel(const __grid_constan
         }
       }
       __syncwarp();
-      if (lane == 0) issue();
+      if (done + SCAN_STAGES < n_loads) issue(done + SCAN_STAGES);
     }
-    float *to = args.scores + (int64_t)seq * per * HEADS * args.stride + block * 4 + warp;
+    int flip = item & 1;
 #pragma unroll
     for (int o = 0; o < query::OUT; o++) {
       if (!std::is_same<Key, float>::value) {
         best[o] = fmaxf(best[o], __shfl_xor_sync(~0u, best[o], 1));
         best[o] = fmaxf(best[o], __shfl_xor_sync(~0u, best[o], 2));
       }
-      if (lane % query::LANES == 0 && query::of(o) < per * HEADS)
-        to[query::of(o) * args.stride] = best[o] * q.unscale[o];
+      if (lane % query::LANES == 0) part_max[flip][warp][query::of(o)] = best[o] * q.unscale[o];
+    }
+    __syncthreads();
+    if (tid < per * HEADS) {
+      float m = part_max[flip][0][tid];
+#pragma unroll
+      for (int w = 1; w < SCAN_WARPS; w++) m = fmaxf(m, part_max[flip][w][tid]);
+      args.scores[((int64_t)seq * per * HEADS + tid) * args.stride + block] = m;
     }
   }
   if (bad != 0) *args.not_finite = 1;

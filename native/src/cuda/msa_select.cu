@@ -16,17 +16,16 @@ struct topk_args {
   int32_t *blocks;
 };
 
-template <int CLUSTER>
 __global__ void __launch_bounds__(TOPK_THREADS) topk_kernel(const topk_args args) {
 #if M3_MSA_HOPPER
   __shared__ topk_buffer buffer;
   __shared__ int32_t list[TOP_K];
-  int pair = blockIdx.x / CLUSTER, row = pair / HEADS;
+  int pair = blockIdx.x, row = pair / HEADS;
   launch_next();
   int n_blocks = (int)(__ldcg(args.rows.pos + row) / BLOCK) + 1;
   wait_previous();
-  choose_blocks<CLUSTER>(args.scores + pair * args.stride, n_blocks, args.local, buffer, list);
-  if (blockIdx.x % CLUSTER == 0 && threadIdx.x < TOP_K) args.blocks[pair * TOP_K + threadIdx.x] = list[threadIdx.x];
+  choose_blocks(args.scores + pair * args.stride, n_blocks, args.local, buffer, list);
+  if (threadIdx.x < TOP_K) args.blocks[pair * TOP_K + threadIdx.x] = list[threadIdx.x];
 #endif
 }
 
@@ -54,7 +53,7 @@ m3_msa_result launch_typed(const scan_args &args, int multiprocessors, cudaStrea
 m3_msa_result scan(const m3_msa_select &p, cudaStream_t stream) {
   int multiprocessors = hopper_multiprocessors();
   if (!multiprocessors || !shape_taken(p.shape) || !decode_rows_taken(p.rows)) return M3_MSA_REFUSED;
-  scan_args args = {p.rows, p.index, p.index_q, static_cast<float *>(p.work), p.rows.max_blocks * 4, p.not_finite};
+  scan_args args = {p.rows, p.index, p.index_q, static_cast<float *>(p.work), stride_of(p.rows), p.not_finite};
   switch (p.index_type) {
     case M3_TYPE_BF16: return launch_typed<__nv_bfloat16>(args, multiprocessors, stream);
     case M3_TYPE_F16: return launch_typed<__half>(args, multiprocessors, stream);
@@ -64,10 +63,8 @@ m3_msa_result scan(const m3_msa_select &p, cudaStream_t stream) {
 }
 
 static m3_msa_result choose(const m3_msa_select &p, cudaStream_t stream) {
-  topk_args args = {p.rows, static_cast<const float *>(p.work), p.rows.max_blocks * 4, p.shape.local_blocks, p.blocks};
-  int cluster = p.rows.max_blocks > TOPK_ALONE ? 8 : 1;
-  launch_shape shape = {dim3((unsigned)(p.rows.n * HEADS * cluster)), dim3(TOPK_THREADS), 0, cluster, true};
-  return cluster == 1 ? launch(topk_kernel<1>, args, shape, stream) : launch(topk_kernel<8>, args, shape, stream);
+  topk_args args = {p.rows, static_cast<const float *>(p.work), stride_of(p.rows), p.shape.local_blocks, p.blocks};
+  return launch(topk_kernel, args, {dim3((unsigned)(p.rows.n * HEADS)), dim3(TOPK_THREADS), 0, 1, true}, stream);
 }
 
 }  // namespace m3_msa
@@ -75,7 +72,7 @@ static m3_msa_result choose(const m3_msa_select &p, cudaStream_t stream) {
 using namespace m3_msa;
 
 size_t m3_msa_select_bytes(int32_t n_rows, int64_t max_blocks) {
-  return (size_t)(n_rows * HEADS * max_blocks * 4) * sizeof(float);
+  return (size_t)(n_rows * HEADS * ((max_blocks + 3) / 4 * 4)) * sizeof(float);
 }
 
 m3_msa_result m3_msa_select_decode(const m3_msa_select *p, cudaStream_t stream) {

@@ -6,7 +6,10 @@
 
 namespace m3_msa {
 
-// The index scan: maxima of quarters of blocks in p.work, [n, 4, max_blocks, 4].
+// Floats between the block scores of two heads.
+inline int64_t stride_of(const m3_msa_rows &rows) { return (rows.max_blocks + 3) / 4 * 4; }
+
+// The index scan: block scores in p.work, [n, 4, stride_of].
 m3_msa_result scan(const m3_msa_select &p, cudaStream_t stream);
 
 }  // namespace m3_msa

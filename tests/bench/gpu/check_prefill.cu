@@ -17,8 +17,12 @@ bool one(key_kind kind, int64_t first_pos, int n, int index_type, int kv_type, i
     std::iota(p.begin(), p.end(), first_pos);
     return p;
   });
+  if (kind == ZEROS)
+    for (size_t i = 0; i < c.index_q.size(); i++)
+      if (i / (HEADS * DIM) % 2) c.index_q[i] = 0;
   if (kind == CLUSTERED)  // neighbors ask alike
-    for (size_t i = HEADS * DIM; i < c.index_q.size(); i++) c.index_q[i] = 0.9f * c.index_q[i - HEADS * DIM] + 0.3f * c.index_q[i];
+    for (size_t i = HEADS * DIM; i < c.index_q.size(); i++)
+      c.index_q[i] = 0.9f * c.index_q[i - HEADS * DIM] + 0.3f * c.index_q[i];
   device_case d(c);
   device_array<int32_t> blocks(n * HEADS * TOP_K), flag(1);
   device_array<float> out(kv ? (size_t)n * N_HEAD * DIM : 0);
@@ -29,7 +33,7 @@ bool one(key_kind kind, int64_t first_pos, int n, int index_type, int kv_type, i
   if (kv) out.poison();
   m3_msa_shape shape = SHAPE;
   shape.local_blocks = local;
-  m3_msa_prefill p = {shape,   n,     first_pos, d.pages[0].p, d.index.p, index_type, d.index_q.p, d.k.p,
+  m3_msa_prefill p = {shape, n,       first_pos, d.pages[0].p, d.index.p, index_type, d.index_q.p, d.k.p,
                       d.v.p, kv_type, d.q.p,     blocks.p,     out.p,     flag.p,     work.p};
   LAUNCHED(m3_msa_prefill_select(&p, 0));
   if (kv) LAUNCHED(m3_msa_prefill_attend(&p, 0));
@@ -41,12 +45,14 @@ bool one(key_kind kind, int64_t first_pos, int n, int index_type, int kv_type, i
   double e = 0;
   if (kv) {
     e = attend_error(c, out.host(), lists.data(), 1 + n / 40);
-    good &= e < (kv_type == M3_TYPE_BF16 ? 6e-3 : 1e-3);
+    good &= e < (kv_type == M3_TYPE_BF16 ? 1.5e-2 : 2e-3);
   }
   if (!good || getenv("VERBOSE"))
-    printf("prefill %-9s from %6ld rows %4d index %-4s kv %-4s local %d: %d lists, %d equal, %d near ties, %d wrong; attention %.1e %s\n",
-           KIND_NAMES[kind], (long)first_pos, n, type_name(index_type), kv ? type_name(kv_type) : "-", local, t.lists,
-           t.equal, t.near_ties, t.wrong, e, good ? "" : "FAILED");
+    printf(
+        "prefill %-9s from %6ld rows %4d index %-4s kv %-4s local %d: %d lists, %d equal, %d near ties, %d wrong; "
+        "attention %.1e %s\n",
+        KIND_NAMES[kind], (long)first_pos, n, type_name(index_type), kv ? type_name(kv_type) : "-", local, t.lists,
+        t.equal, t.near_ties, t.wrong, e, good ? "" : "FAILED");
   return good;
 }
 
@@ -105,6 +111,7 @@ bool check_prefill() {
   good &= one(INTEGERS, 9001, 400, HF, FL, 15);
   good &= one(ZEROS, 3000, 400, BF, FL, 1);
   good &= one(OUTLIERS, 7000, 300, BF, FL, 3);
+  good &= one(CLUSTERED, 30000, 70, BF, FL, 1);
   good &= one(OUTLIERS, 7000, 100, HF, FL, 1);
   good &= one(RANDOM, 39900, 101, BF, FL, 1);
   good &= one(INTEGERS, 39900, 101, BF, FL, 1);

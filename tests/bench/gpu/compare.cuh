@@ -60,5 +60,4 @@ inline double attend_error(const paged_case &c, const std::vector<float> &got, c
   return worst;
 }
 
-
 #endif

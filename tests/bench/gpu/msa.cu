@@ -1,5 +1,5 @@
-// Checks and times the MSA kernels: msa [check] [check-prefill] [time] [time-prefill] (all without arguments). CSV to $OUT/msa.csv, or
-// msa.csv.
+// Checks and times the MSA kernels: msa [check] [check-prefill] [time] [time-prefill] (all without arguments). CSV to
+// $OUT/msa.csv, or msa.csv.
 #include <cstdlib>
 #include <cstring>
 #include <string>
