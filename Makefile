@@ -232,7 +232,7 @@ clean:
 NVCC ?= nvcc
 MSA_OBJECTS := $(patsubst native/src/cuda/%.cu,build/gpu/%.o,$(wildcard native/src/cuda/msa_*.cu)) \
   $(patsubst tests/bench/gpu/%.cu,build/gpu/bench_%.o,$(wildcard tests/bench/gpu/*.cu))
-MSA_NVCC := $(NVCC) -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -Inative/include $(MSA_DEFINE)
+MSA_NVCC := $(NVCC) -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -Inative/include
 
 .PHONY: gpu-msa
 gpu-msa: build/gpu/msa

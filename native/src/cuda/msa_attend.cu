@@ -6,10 +6,6 @@
 #include "msa_select.cuh"
 #include "msa_topk.cuh"
 
-#ifdef M3_MSA_TUNE
-int m3_msa_tuned_cluster = 0;
-#endif
-
 namespace m3_msa {
 
 namespace {
@@ -18,6 +14,9 @@ constexpr int WARPS = 4, THREADS = WARPS * 32;
 constexpr int PITCH = ROW_BYTES + 16;      // of rows of q and p in shared memory: ldmatrix meets no bank twice
 constexpr int HALF_PAGE = PAGE_BYTES / 2;  // 64 channels of 128 tokens
 constexpr int DENSE_PARTS = 64;            // at most, of a (row, KV head) of a dense layer
+
+// Thread blocks for each of so many (row, KV head): enough to fill the device, no more, as each reads alone.
+int cluster_for(int pairs) { return pairs <= 4 ? 16 : pairs <= 16 ? 8 : pairs <= 64 ? 4 : pairs <= 256 ? 2 : 1; }
 
 enum attend_mode { LISTED, CHOSEN, DENSE };
 
@@ -44,12 +43,12 @@ struct alignas(1024) attend_buffer {
       char k[PAGE_BYTES], v[PAGE_BYTES];
     };
     topk_buffer topk;
-    float acc[GROUP][DIM];  // what the cluster adds up
   };
+  float acc[GROUP][DIM];  // of the heads that this thread block combines, [cluster, heads]
+  float2 state[GROUP];    // their maximum and sum
   char q[2][GROUP * PITCH], p[2][GROUP * PITCH];
   float unscale[GROUP];
   float warp_max[WARPS][GROUP], warp_sum[WARPS][GROUP];
-  float max[GROUP], sum[GROUP];
   int32_t list[TOP_K];
   uint64_t k_full, v_full;
 };
@@ -107,6 +106,7 @@ __global__ void __launch_bounds__(THREADS) attend_kernel(const __grid_constant__
     tensor_prefetch(&args.v);
   }
   barrier_init_done();
+  cluster_arrive();  // this thread block runs: others may write to its shared memory
   int64_t pos = __ldcg(args.rows.pos + row);
   const int32_t *table = args.rows.tables[__ldcg(args.rows.seq + row)];
   int n_blocks = (int)(pos / BLOCK) + 1;
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(THREADS) attend_kernel(const __grid_constant__
   } else {
     if (MODE == CHOSEN) {
       const float *scores = args.scores + pair * args.stride;
-      choose_blocks(scores, n_blocks, args.local, s.topk, s.list);
+      choose_blocks<1>(scores, n_blocks, args.local, s.topk, s.list);
       if (rank == 0 && tid < TOP_K) args.blocks[pair * TOP_K + tid] = s.list[tid];
     } else {
       if (tid < TOP_K) s.list[tid] = __ldcg(args.list + pair * TOP_K + tid);
@@ -279,6 +279,7 @@ __global__ void __launch_bounds__(THREADS) attend_kernel(const __grid_constant__
 #pragma unroll
     for (int c = 0; c < 4; c++) o[j][c] += o_low[j][c];
   if constexpr (MODE == DENSE) {
+    cluster_wait();
     dense_part &part = reinterpret_cast<dense_part *>(args.part)[(int64_t)pair * gridDim.y + blockIdx.y];
 #pragma unroll
     for (int j = 0; j < 4; j++) {
@@ -287,36 +288,32 @@ __global__ void __launch_bounds__(THREADS) attend_kernel(const __grid_constant__
     }
     if (warp == 0 && t == 0) part.max[g] = max0, part.max[g + 8] = max1, part.sum[g] = sum0, part.sum[g + 8] = sum1;
   } else {
-    // All keys have been read: their place takes the sums.
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-      *reinterpret_cast<float2 *>(&s.acc[g][warp * 32 + j * 8 + t * 2]) = float2{o[j][0], o[j][1]};
-      *reinterpret_cast<float2 *>(&s.acc[g + 8][warp * 32 + j * 8 + t * 2]) = float2{o[j][2], o[j][3]};
-    }
-    if (warp == 0 && t == 0) s.max[g] = max0, s.max[g + 8] = max1, s.sum[g] = sum0, s.sum[g + 8] = sum1;
-    cluster_sync();
+    // Each thread block combines some heads, which all send it.
     constexpr int MINE = GROUP / CLUSTER;
+    cluster_wait();
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      int h = g + half * 8, to = h / MINE, at = rank * MINE + h % MINE;
+#pragma unroll
+      for (int j = 0; j < 4; j++)
+        cluster_store(reinterpret_cast<float2 *>(&s.acc[at][warp * 32 + j * 8 + t * 2]), to,
+                      float2{o[j][half * 2], o[j][half * 2 + 1]});
+      if (warp == 0 && t == 0) cluster_store(&s.state[at], to, half ? float2{max1, sum1} : float2{max0, sum0});
+    }
+    cluster_sync();
 #pragma unroll
     for (int i = 0; i < MINE; i++) {
-      int h = rank * MINE + i;
-      float max[CLUSTER], sum[CLUSTER], acc[CLUSTER], most = -INFINITY, total = 0, x = 0;
+      float most = -INFINITY, total = 0, x = 0;
+#pragma unroll
+      for (int c = 0; c < CLUSTER; c++) most = fmaxf(most, s.state[c * MINE + i].x);
 #pragma unroll
       for (int c = 0; c < CLUSTER; c++) {
-        max[c] = cluster_load(&s.max[h], c);
-        sum[c] = cluster_load(&s.sum[h], c);
-        acc[c] = cluster_load(&s.acc[h][tid], c);
+        float weight = exp2f(s.state[c * MINE + i].x - most);
+        total = fmaf(s.state[c * MINE + i].y, weight, total);
+        x = fmaf(s.acc[c * MINE + i][tid], weight, x);
       }
-#pragma unroll
-      for (int c = 0; c < CLUSTER; c++) most = fmaxf(most, max[c]);
-#pragma unroll
-      for (int c = 0; c < CLUSTER; c++) {
-        float weight = exp2f(max[c] - most);
-        total = fmaf(sum[c], weight, total);
-        x = fmaf(acc[c], weight, x);
-      }
-      args.out[((int64_t)pair * GROUP + h) * DIM + tid] = x / total;
+      args.out[((int64_t)pair * GROUP + rank * MINE + i) * DIM + tid] = x / total;
     }
-    cluster_sync();  // what others read of this thread block stays until they have
   }
 #endif
 }
@@ -358,18 +355,13 @@ m3_msa_result launch_listed(const attend_args &args, cudaStream_t stream) {
   auto shape = [&](int cluster) {
     return launch_shape{dim3((unsigned)(pairs * cluster)), dim3(THREADS), sizeof(attend_buffer), cluster, true};
   };
-#ifdef M3_MSA_TUNE
-  if (m3_msa_tuned_cluster == 1) return launch(attend_kernel<T, 1, MODE>, args, shape(1), stream);
-  if (m3_msa_tuned_cluster == 2) return launch(attend_kernel<T, 2, MODE>, args, shape(2), stream);
-  if (m3_msa_tuned_cluster == 4) return launch(attend_kernel<T, 4, MODE>, args, shape(4), stream);
-  if (m3_msa_tuned_cluster == 8) return launch(attend_kernel<T, 8, MODE>, args, shape(8), stream);
-  if (m3_msa_tuned_cluster == 16) return launch(attend_kernel<T, 16, MODE>, args, shape(16), stream);
-#endif
-  if (pairs <= 4) return launch(attend_kernel<T, 16, MODE>, args, shape(16), stream);
-  if (pairs <= 16) return launch(attend_kernel<T, 8, MODE>, args, shape(8), stream);
-  if (pairs <= 64) return launch(attend_kernel<T, 4, MODE>, args, shape(4), stream);
-  if (pairs <= 256) return launch(attend_kernel<T, 2, MODE>, args, shape(2), stream);
-  return launch(attend_kernel<T, 1, MODE>, args, shape(1), stream);
+  switch (cluster_for(pairs)) {
+    case 16: return launch(attend_kernel<T, 16, MODE>, args, shape(16), stream);
+    case 8: return launch(attend_kernel<T, 8, MODE>, args, shape(8), stream);
+    case 4: return launch(attend_kernel<T, 4, MODE>, args, shape(4), stream);
+    case 2: return launch(attend_kernel<T, 2, MODE>, args, shape(2), stream);
+    default: return launch(attend_kernel<T, 1, MODE>, args, shape(1), stream);
+  }
 }
 
 template <attend_mode MODE>
@@ -411,6 +403,12 @@ m3_msa_result m3_msa_decode(const m3_msa_select *s, const m3_msa_attend *a, cuda
   if (!make_args(*a, args)) return M3_MSA_FAILED;
   m3_msa_result result = scan(*s, stream);
   if (result != M3_MSA_LAUNCHED) return result;
+  if (s->rows.max_blocks > TOPK_ALONE) {
+    result = choose(*s, stream);
+    if (result != M3_MSA_LAUNCHED) return result;
+    args.list = s->blocks;
+    return launch_typed<LISTED>(a->kv_type, args, stream);
+  }
   args.scores = static_cast<const float *>(s->work);
   args.stride = stride_of(s->rows);
   args.local = s->shape.local_blocks;

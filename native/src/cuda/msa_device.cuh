@@ -70,16 +70,28 @@ __device__ __forceinline__ void proxy_fence() { asm volatile("fence.proxy.async.
 __device__ __forceinline__ void launch_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 __device__ __forceinline__ void wait_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+  cluster_arrive();
+  cluster_wait();
 }
-__device__ __forceinline__ float cluster_load(const float *p, int rank) {
+// The address in the cluster of shared memory of the thread block of a rank.
+__device__ __forceinline__ uint32_t cluster_address(const void *p, int rank) {
   uint32_t at;
-  float x;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(shared_address(p)), "r"(rank));
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(at) : "memory");
+  return at;
+}
+__device__ __forceinline__ uint64_t cluster_load(const uint64_t *p, int rank) {
+  uint64_t x;
+  asm volatile("ld.shared::cluster.b64 %0, [%1];" : "=l"(x) : "r"(cluster_address(p, rank)) : "memory");
   return x;
 }
+__device__ __forceinline__ void cluster_store(float2 *p, int rank, float2 x) {
+  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(cluster_address(p, rank)), "f"(x.x), "f"(x.y)
+               : "memory");
+}
+
 __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t at) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])

@@ -12,11 +12,7 @@
 namespace m3_msa {
 
 constexpr int SCAN_WARPS = 4, SCAN_THREADS = SCAN_WARPS * 32, SCAN_STAGES = 2;
-#ifdef M3_MSA_TUNE
-inline int SCAN_PER_SM = 3;
-#else
-constexpr int SCAN_PER_SM = 3;  // thread blocks; 3 x 4 warps x 2 stages of 8 KB are in flight
-#endif
+constexpr int64_t SCAN_FEW = 2048;     // blocks of all sequences
 constexpr int SCAN_LOAD_BYTES = 8192;  // of one stage
 constexpr int QUARTER = BLOCK / 4;     // tokens
 

@@ -16,23 +16,25 @@ struct topk_args {
   int32_t *blocks;
 };
 
+template <int CLUSTER>
 __global__ void __launch_bounds__(TOPK_THREADS) topk_kernel(const topk_args args) {
 #if M3_MSA_HOPPER
   __shared__ topk_buffer buffer;
   __shared__ int32_t list[TOP_K];
-  int pair = blockIdx.x, row = pair / HEADS;
+  int pair = blockIdx.x / CLUSTER, row = pair / HEADS;
   launch_next();
   int n_blocks = (int)(__ldcg(args.rows.pos + row) / BLOCK) + 1;
   wait_previous();
-  choose_blocks(args.scores + pair * args.stride, n_blocks, args.local, buffer, list);
-  if (threadIdx.x < TOP_K) args.blocks[pair * TOP_K + threadIdx.x] = list[threadIdx.x];
+  choose_blocks<CLUSTER>(args.scores + pair * args.stride, n_blocks, args.local, buffer, list);
+  if (blockIdx.x % CLUSTER == 0 && threadIdx.x < TOP_K) args.blocks[pair * TOP_K + threadIdx.x] = list[threadIdx.x];
 #endif
 }
 
 template <class Key, int ROWS>
 m3_msa_result launch_rows(const scan_args &args, int multiprocessors, cudaStream_t stream) {
-  int64_t blocks = (int64_t)args.rows.n / args.rows.per_sequence * args.rows.max_blocks;  // 4 quarters, 4 warps
-  int64_t grid = (int64_t)multiprocessors * SCAN_PER_SM;
+  int64_t blocks = (int64_t)args.rows.n / args.rows.per_sequence * args.rows.max_blocks;
+  // Two thread blocks leave room for the next kernel to start early, three read faster.
+  int64_t grid = (int64_t)multiprocessors * (blocks <= SCAN_FEW ? 2 : 3);
   if (grid > blocks) grid = blocks;
   return launch(scan_kernel<Key, ROWS>, args,
                 {dim3((unsigned)grid), dim3(SCAN_THREADS), SCAN_WARPS * SCAN_STAGES * SCAN_LOAD_BYTES, 1, true},
@@ -62,9 +64,11 @@ m3_msa_result scan(const m3_msa_select &p, cudaStream_t stream) {
   }
 }
 
-static m3_msa_result choose(const m3_msa_select &p, cudaStream_t stream) {
+m3_msa_result choose(const m3_msa_select &p, cudaStream_t stream) {
   topk_args args = {p.rows, static_cast<const float *>(p.work), stride_of(p.rows), p.shape.local_blocks, p.blocks};
-  return launch(topk_kernel, args, {dim3((unsigned)(p.rows.n * HEADS)), dim3(TOPK_THREADS), 0, 1, true}, stream);
+  int cluster = p.rows.max_blocks > TOPK_ALONE ? 8 : 1;
+  launch_shape shape = {dim3((unsigned)(p.rows.n * HEADS * cluster)), dim3(TOPK_THREADS), 0, cluster, true};
+  return cluster == 1 ? launch(topk_kernel<1>, args, shape, stream) : launch(topk_kernel<8>, args, shape, stream);
 }
 
 }  // namespace m3_msa

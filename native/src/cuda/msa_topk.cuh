@@ -1,4 +1,4 @@
-// Exact top-k of block scores by one thread block of 128 threads.
+// Exact top-k of block scores by one thread block of 128 threads, or a cluster of 8.
 #ifndef M3_SRC_CUDA_MSA_TOPK_CUH
 #define M3_SRC_CUDA_MSA_TOPK_CUH
 
@@ -7,9 +7,10 @@
 
 namespace m3_msa {
 
-constexpr int TOPK_THREADS = 128;
-// Blocks that can reach the best `room` are those of at most 16 of 32 groups, see below.
-constexpr int TOPK_CANDIDATES = M3_MSA_MAX_BLOCKS / 2;
+constexpr int TOPK_THREADS = 128, TOPK_EACH = 8;
+constexpr int TOPK_ALONE = TOPK_THREADS * TOPK_EACH;  // blocks that one thread block looks through
+// Blocks that can reach the best `room` are those of at most 15 of 32 groups of threads, see below.
+constexpr int TOPK_CANDIDATES = TOPK_ALONE / 2;
 
 struct alignas(16) topk_buffer {
   uint64_t best[TOPK_THREADS];
@@ -42,49 +43,29 @@ __device__ __forceinline__ void rank_keys(const uint64_t *keys, int n, int room,
   __syncthreads();
 }
 
-// s.chosen gets the `room` largest keys. WIDE: a thread takes four scores at a time; all threads must have some.
-template <bool WIDE>
-__device__ void largest_keys(const float *scores, int others, int room, topk_buffer &s) {
-  constexpr int BATCH = 16, EACH = WIDE ? 4 : 1, STEP = TOPK_THREADS * EACH;  // loads in flight, scores of one
-  int tid = threadIdx.x;
-  float score[BATCH][EACH];
-  auto load = [&](int from) {
+// s.chosen gets the `room` largest keys among blocks [0, others) that are `rank` modulo `ranks` in steps of 128 blocks,
+// at most TOPK_ALONE.
+__device__ __forceinline__ void largest_keys(const float *scores, int others, int room, int rank, int ranks,
+                                             topk_buffer &s) {
+  int tid = threadIdx.x, lane = tid % 32, step = ranks * TOPK_THREADS, first = rank * TOPK_THREADS + tid, id = first;
+  float score[TOPK_EACH], top = -INFINITY;
 #pragma unroll
-    for (int i = 0; i < BATCH; i++) {
-      int b = from + i * STEP;
-      if (b >= others) continue;
-      if constexpr (WIDE) {
-        float4 x = __ldcg(reinterpret_cast<const float4 *>(scores + b));  // the row is padded to a multiple of 4
-        score[i][0] = x.x, score[i][1] = x.y, score[i][2] = x.z, score[i][3] = x.w;
-      } else {
-        score[i][0] = __ldcg(scores + b);
-      }
-    }
-  };
-  auto each = [&](int from, auto &&f) {
+  for (int i = 0; i < TOPK_EACH; i++)
+    score[i] = first + i * step < others ? __ldcg(scores + first + i * step) : -INFINITY;
+  top = score[0];
 #pragma unroll
-    for (int i = 0; i < BATCH; i++)
-#pragma unroll
-      for (int c = 0; c < EACH; c++) {
-        int b = from + i * STEP + c;
-        if (b < others) f(topk_key(score[i][c], b));
-      }
-  };
-  uint64_t mine = 0;
-  for (int from = tid * EACH; from < others; from += BATCH * STEP) {
-    load(from);
-    each(from, [&](uint64_t key) { mine = key > mine ? key : mine; });
-  }
+  for (int i = 1; i < TOPK_EACH; i++)
+    if (score[i] > top) top = score[i], id = first + i * step;
+  uint64_t mine = first < others ? topk_key(top, id) : 0;
   s.best[tid] = mine;
   if (tid == 0) s.n_candidates = 0;
   __syncthreads();
-  if (others <= TOPK_THREADS) {  // one block a thread
-    rank_keys(s.best, others, room, s);
+  if (others <= step) {  // one block a thread
+    rank_keys(s.best, TOPK_THREADS, room, s);
     return;
   }
   // 32 groups of four threads: the room-th of their best keys is a lower bound of the room-th key, and what reaches it
   // lies in room groups. Each warp finds it for itself.
-  int lane = tid % 32;
   uint64_t best = s.best[lane];
 #pragma unroll
   for (int w = 1; w < TOPK_THREADS / 32; w++) best = max(best, s.best[w * 32 + lane]);
@@ -95,20 +76,23 @@ __device__ void largest_keys(const float *scores, int others, int room, topk_buf
   for (int i = 0; i < 32; i++) above += s.group[tid - lane + i] > best;
   // Keys differ, so a rank is one lane's.
   uint64_t bound = __shfl_sync(~0u, best, __ffs(__ballot_sync(~0u, above == room - 1)) - 1);
-  if (mine >= bound)
-    for (int from = tid * EACH; from < others; from += BATCH * STEP) {
-      if (others > BATCH * STEP) load(from);
-      each(from, [&](uint64_t key) {
-        if (key >= bound) s.candidate[atomicAdd(&s.n_candidates, 1)] = key;
-      });
+  if (mine >= bound) {
+#pragma unroll
+    for (int i = 0; i < TOPK_EACH; i++) {
+      uint64_t key = topk_key(score[i], first + i * step);
+      if (first + i * step < others && key >= bound) s.candidate[atomicAdd(&s.n_candidates, 1)] = key;
     }
+  }
   __syncthreads();
   rank_keys(s.candidate, s.n_candidates, room, s);
 }
 
 // list[16] in shared memory gets the local blocks and the best of the others, ascending, padded with -1. All threads
-// call it; the list can be read after it.
-__device__ void choose_blocks(const float *scores, int n_blocks, int local, topk_buffer &s, int32_t *list) {
+// call it; the list can be read after it. More than TOPK_ALONE blocks need a CLUSTER of 8, whose thread blocks all call
+// it for the same scores.
+template <int CLUSTER>
+__device__ __forceinline__ void choose_blocks(const float *scores, int n_blocks, int local, topk_buffer &s,
+                                              int32_t *list) {
   int tid = threadIdx.x;
   if (n_blocks <= TOP_K) {
     if (tid < TOP_K) list[tid] = tid < n_blocks ? tid : -1;
@@ -116,10 +100,17 @@ __device__ void choose_blocks(const float *scores, int n_blocks, int local, topk
     return;
   }
   int others = n_blocks - local, room = TOP_K - local;
-  if (others > 16 * TOPK_THREADS)
-    largest_keys<true>(scores, others, room, s);
-  else
-    largest_keys<false>(scores, others, room, s);
+  if (CLUSTER == 1 || others <= TOPK_ALONE) {
+    largest_keys(scores, others, room, 0, 1, s);
+  } else {
+    largest_keys(scores, others, room, (int)(blockIdx.x % CLUSTER), CLUSTER, s);
+    cluster_sync();
+#pragma unroll
+    for (int i = tid; i < CLUSTER * TOP_K; i += TOPK_THREADS)
+      s.candidate[i] = cluster_load(&s.chosen[i % TOP_K], i / TOP_K);
+    cluster_sync();  // all have read s.chosen
+    rank_keys(s.candidate, CLUSTER * TOP_K, room, s);
+  }
   if (tid < room) {
     uint64_t key = s.chosen[tid];
     int at = 0;

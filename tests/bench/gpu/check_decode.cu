@@ -117,6 +117,8 @@ bool check_decode() {
   good &= one(RANDOM, {2177, 2200}, 1, BF, BF, 2, 7000);
   good &= one(RANDOM, {40001}, 1, BF, FL, 1, 7000);
   good &= one(INTEGERS, {150001}, 1, BF, FL, 1, 7000);
+  good &= one(INTEGERS, {150001}, 2, BF, BF, 1, 10);
+  good &= one(RANDOM, {140000}, 1, BF, BF, 1, 0);
   good &=
       one(RANDOM, {2600, 2500, 2400, 2300, 2200, 2100, 2000, 1900, 1800, 1700, 100, 200, 300, 400, 2900, 3000, 2700}, 1,
           BF, BF, 1, 0);

@@ -106,6 +106,7 @@ bool check_prefill() {
   good &= one(RANDOM, 0, 300, BF, BF, 1);
   good &= one(RANDOM, 0, 2500, BF, BF, 1);
   good &= one(CLUSTERED, 3901, 333, BF, BF, 2);
+  good &= one(RANDOM, 2940, 21, BF, BF, 1);  // rows on both sides of a block's end
   good &= one(RANDOM, 5000, 129, HF, HF, 1);
   good &= one(INTEGERS, 0, 4001, BF, FL, 1);
   good &= one(INTEGERS, 9001, 400, HF, FL, 15);

@@ -3,12 +3,6 @@
 #include "checks.h"
 #include "timing.cuh"
 
-#ifdef M3_MSA_TUNE
-#include "../../../native/src/cuda/msa_scan.cuh"
-#include "../../../native/src/cuda/msa_select.cuh"
-extern int m3_msa_tuned_cluster;
-#endif
-
 namespace {
 
 // One pool of pages serves all contexts; every rotation has pages of its own.
@@ -86,30 +80,6 @@ void one(const pool &memory, int64_t context, int batch, int per, FILE *csv) {
          auto p = attend(i);
          LAUNCHED(m3_msa_attend_decode(&p, s));
        }));
-#ifdef M3_MSA_TUNE
-  for (int per_sm = 2; per_sm <= 3; per_sm++) {
-    m3_msa::SCAN_PER_SM = per_sm;
-    char name[32];
-    snprintf(name, sizeof name, "scan %d", per_sm);
-    show(name, index_bytes, graph_us(calls, [&](int i, cudaStream_t s) {
-           auto p = select(i);
-           LAUNCHED(m3_msa::scan(p, s));
-         }));
-    snprintf(name, sizeof name, "select %d", per_sm);
-    show(name, index_bytes, graph_us(calls, [&](int i, cudaStream_t s) {
-           auto p = select(i);
-           LAUNCHED(m3_msa_select_decode(&p, s));
-         }));
-    snprintf(name, sizeof name, "select+attend %d", per_sm);
-    show(name, index_bytes + listed, graph_us(calls, [&](int i, cudaStream_t s) {
-           auto p = select(i);
-           auto a = attend(i);
-           LAUNCHED(m3_msa_decode(&p, &a, s));
-         }));
-  }
-  m3_msa::SCAN_PER_SM = 3;
-  m3_msa_tuned_cluster = 0;
-#endif
   if (n <= 32)
     show("select+attend", index_bytes + listed, graph_us(calls, [&](int i, cudaStream_t s) {
            auto p = select(i);
