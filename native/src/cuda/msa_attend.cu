@@ -11,9 +11,9 @@ namespace m3_msa {
 namespace {
 
 constexpr int WARPS = 4, THREADS = WARPS * 32;
-constexpr int PITCH = ROW_BYTES + 16;      // of rows of q and p in shared memory: ldmatrix meets no bank twice
-constexpr int HALF_PAGE = PAGE_BYTES / 2;  // 64 channels of 128 tokens
-constexpr int DENSE_PARTS = 64;            // at most, of a (row, KV head) of a dense layer
+constexpr int PITCH = ROW_BYTES + 16;  // of rows of q and p in shared memory: ldmatrix meets no bank twice
+[[maybe_unused]] constexpr int HALF_PAGE = PAGE_BYTES / 2;  // 64 channels of 128 tokens
+constexpr int DENSE_PARTS = 64;                             // at most, of a (row, KV head) of a dense layer
 
 // Thread blocks for each of so many (row, KV head): enough to fill the device, no more, as each reads alone.
 int cluster_for(int pairs) { return pairs <= 4 ? 16 : pairs <= 16 ? 8 : pairs <= 64 ? 4 : pairs <= 256 ? 2 : 1; }

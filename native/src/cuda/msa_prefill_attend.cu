@@ -12,7 +12,8 @@ namespace m3_msa {
 namespace {
 
 constexpr int GROUPS = 2, GROUP_QUERIES = 4, QUERIES = GROUPS * GROUP_QUERIES;
-constexpr int STAGES = 2, ENTRIES = QUERIES * TOP_K, HALF_PAGE = PAGE_BYTES / 2;
+constexpr int STAGES = 2, ENTRIES = QUERIES * TOP_K;
+[[maybe_unused]] constexpr int HALF_PAGE = PAGE_BYTES / 2;
 constexpr int ROWS_BYTES = 64 * ROW_BYTES;  // queries of a warpgroup
 
 struct prefill_args {
