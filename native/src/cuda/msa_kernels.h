@@ -7,8 +7,9 @@
  * Taken: a device of compute capability 9.0; head_dim and index_dim 128, block_size 128, 16 query heads for each KV
  * head, as many index heads as KV heads, 4 of them, top_k 16, local_blocks 1 to 15.
  *
- * Results do not depend on the other rows of a call nor on how the work was split: sums are in a fixed order and no
- * float is added atomically. Keys and values past a row's position are never used, whatever they hold.
+ * Sums are in a fixed order and no float is added atomically: a call gives the same bits again. What a row gets does
+ * not depend on what the other rows are; in decode attention the last bits depend on how many there are, because few
+ * rows are split over more thread blocks. Keys and values past a row's position are never used, whatever they hold.
  *
  * Kernels are launched programmatically: they may start while the kernel before them in the stream still runs, and wait
  * for it before they read what it may have written: queries, and index keys in the blocks of the rows' own positions.
