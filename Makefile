@@ -297,3 +297,22 @@ check-nano: native $(REFERENCE)
 
 clean:
 	rm -rf build demo $(LIB)/libm3.so $(LIB)/m3.h
+
+# ------------------------------------------------------------------------------------------------ MSA kernels on a GPU
+
+# The check and timing program of the MSA kernels, for compute capability 9.0: build/gpu/msa [check] [check-prefill] [time] [time-prefill].
+NVCC ?= nvcc
+MSA_OBJECTS := $(patsubst native/src/cuda/%.cu,build/gpu/%.o,$(wildcard native/src/cuda/msa_*.cu)) \
+  $(patsubst tests/bench/gpu/%.cu,build/gpu/bench_%.o,$(wildcard tests/bench/gpu/*.cu))
+MSA_NVCC := $(NVCC) -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -Inative/include
+
+.PHONY: gpu-msa
+gpu-msa: build/gpu/msa
+build/gpu/msa: $(MSA_OBJECTS)
+	$(MSA_NVCC) -cudart static -o $@ $^
+build/gpu/%.o: native/src/cuda/%.cu $(wildcard native/src/cuda/msa_*)
+	@mkdir -p $(@D)
+	$(MSA_NVCC) -Xptxas -v -c -o $@ $< 2> $@.log || { cat $@.log; exit 1; }
+build/gpu/bench_%.o: tests/bench/gpu/%.cu $(wildcard tests/bench/gpu/*.cuh tests/bench/gpu/*.h) native/src/cuda/msa_kernels.h
+	@mkdir -p $(@D)
+	$(MSA_NVCC) -c -o $@ $<
