@@ -233,6 +233,7 @@ typedef struct m3_backend {
 
   /* Bytes of the scratch's `rounded` for chunks of so many rows; NULL: it is not used. */
   int64_t (*input_bytes)(const m3_hparams *hparams, int64_t rows);
+
   /* Around the operations of a chunk. finish waits for them, unless they are done anyway. */
   void (*begin)(const m3_context *c, const m3_rows *rows);
   m3_status (*finish)(const m3_context *c, m3_broken *broken, m3_error *err);
