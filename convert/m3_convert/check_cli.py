@@ -13,7 +13,7 @@ from m3_convert.output_file import check_output
 from m3_convert.progress import format_bytes, format_seconds
 from m3_convert.report_json import report_json
 from m3_convert.report_text import print_report
-from m3_convert.verdict import Thresholds
+from m3_convert.verdict import DEFAULT_KLD, DEFAULT_MASS_LOST, Thresholds
 from m3_convert.walker import WalkOptions
 from m3_runtime.command import abandon_stdout, guarded, new_app, run
 from m3_runtime.engine import ATTENTIONS, CACHE_TYPES, DEVICES, ISAS
@@ -67,7 +67,8 @@ def check_command(
             "--max-mass-lost",
             metavar="X",
             help="Exit with 1 if a query head of any layer loses more than X of its attention in the mean, 0 to 1: "
-            "what the reference gives to blocks that the candidate does not read.",
+            f"what the reference gives to blocks that the candidate does not read. {DEFAULT_MASS_LOST:g} by default; 1 "
+            "allows all.",
         ),
     ] = None,
     max_kld: Annotated[
@@ -75,9 +76,14 @@ def check_command(
         typer.Option(
             "--max-kld",
             metavar="X",
-            help="Exit with 1 if the mean KL divergence of the candidate's next-token distributions is above X nats.",
+            help="Exit with 1 if the mean KL divergence of the candidate's next-token distributions is above X nats, "
+            f"{DEFAULT_KLD:g} by default.",
         ),
     ] = None,
+    no_thresholds: Annotated[
+        bool,
+        typer.Option("--no-thresholds", help="Without the defaults: what is not asked for is reported and not judged."),
+    ] = False,
     isolate: Annotated[
         bool,
         typer.Option(
@@ -147,6 +153,7 @@ def check_command(
         bool, typer.Option("--json", help="Print the report as JSON, with the numbers by head.")
     ] = False,
 ) -> int:
+    judges, selects = not no_thresholds, candidate_attention.lower() != "dense"
     check = Check(
         reference=reference,
         candidate=candidate,
@@ -162,9 +169,9 @@ def check_command(
             _choice("--candidate-attention", candidate_attention, ATTENTIONS),
         ),
         thresholds=Thresholds(
-            _threshold("--min-overlap", min_overlap, 1),
-            _threshold("--max-mass-lost", max_mass_lost, 1),
-            _threshold("--max-kld", max_kld, None),
+            _threshold("--min-overlap", min_overlap, None, 1),
+            _threshold("--max-mass-lost", max_mass_lost, DEFAULT_MASS_LOST if judges and selects else None, 1),
+            _threshold("--max-kld", max_kld, DEFAULT_KLD if judges and not selection_only else None),
         ),
         logits=not selection_only,
         isolate=isolate,
@@ -198,9 +205,9 @@ def check_command(
     return finished.verdict.exit_code
 
 
-def _threshold(option: str, value: float | None, most: float | None) -> float | None:
+def _threshold(option: str, value: float | None, default: float | None, most: float | None = None) -> float | None:
     if value is None:
-        return None
+        return default
     if not (0 <= value < math.inf and (most is None or value <= most)):  # NaN is neither
         expected = "a number of 0 or more" if most is None else f"0 to {most:g}"
         raise InputError(f"{option} is {value:g}, expected {expected}")

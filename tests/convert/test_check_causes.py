@@ -131,7 +131,7 @@ def permuted_head(source, target, layer, head):
 
 def test_one_bad_head_is_named(tiny_gguf, m3_check_selection, tmp_path):
     candidate = permuted_head(tiny_gguf, tmp_path / "head.gguf", layer=1, head=1)
-    report = m3_check_selection(tiny_gguf, candidate, *RUN, "--isolate", "--min-overlap", 0.9).json
+    report = m3_check_selection(tiny_gguf, candidate, *RUN, "--isolate", "--no-thresholds", "--min-overlap", 0.9).json
     worst, lost = report["overall"]["worst"], report["overall"]["mass_lost"]["worst"]
     assert (worst["layer"], worst["head"]) == (lost["layer"], lost["head"]) == (1, 1)
     assert [[head["changed"] > 0 for head in layer["heads"]] for layer in report["isolated"]] == [

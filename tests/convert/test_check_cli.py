@@ -170,8 +170,9 @@ def test_a_folder_is_evaluated_as_the_file_that_auto_writes(tiny_checkpoint, m3_
 
 def test_index_projections_of_4_bits_are_reported(tiny_gguf, coarse_index, m3_check_selection):
     run = m3_check_selection(tiny_gguf, coarse_index, *LISTS, "--json")
-    assert run.code == 0  # without a threshold it reports
-    assert run.json["verdict"]["status"] == "reported"
+    assert run.code == 1 and run.json["verdict"]["failed"] == ["max_mass_lost"]
+    run = m3_check_selection(tiny_gguf, coarse_index, *LISTS, "--json", "--no-thresholds")
+    assert run.code == 0 and run.json["verdict"]["status"] == "reported"
     assert "Selection changed" in run.json["verdict"]["text"]
     for layer in run.json["layers"]:
         assert sum(head["changed"] for head in layer["heads"]) > 0
@@ -220,16 +221,32 @@ def test_quantized_weights_are_reported(tiny_checkpoint, tiny_q8_gguf, m3_check_
 
 
 def test_min_overlap_judges_the_worst_layer_and_head(tiny_gguf, coarse_index, m3_check_selection):
-    report = m3_check_selection(tiny_gguf, coarse_index, *LISTS, "--json").json
+    report = m3_check_selection(tiny_gguf, coarse_index, *LISTS, "--no-thresholds", "--json").json
     worst, mean = report["overall"]["worst"], report["overall"]["overlap_mean"]
     assert worst["overlap_mean"] == min(cell["overlap_mean"] for cell in cells(report)) < mean
     between = (worst["overlap_mean"] + mean) / 2  # the mean of all would pass
-    short = m3_check_selection(tiny_gguf, coarse_index, *LISTS, "--json", "--min-overlap", between)
+    short = m3_check_selection(tiny_gguf, coarse_index, *LISTS, "--no-thresholds", "--json", "--min-overlap", between)
     assert short.code == 1 == short.json["verdict"]["exit_code"]
     assert short.json["verdict"]["status"] == "fell short" and short.json["verdict"]["failed"] == ["min_overlap"]
     assert f"layer {worst['layer']}, head {worst['head']}: mean overlap {share(worst['overlap_mean'])}" in short.error
-    passed = m3_check_selection(tiny_gguf, coarse_index, *LISTS, "--min-overlap", worst["overlap_mean"])
+    passed = m3_check_selection(
+        tiny_gguf, coarse_index, *LISTS, "--no-thresholds", "--min-overlap", worst["overlap_mean"]
+    )
     assert passed.code == 0 and "Passed: " in passed.out.splitlines()[0]
+
+
+def test_defaults_of_thresholds(tiny_gguf, m3_check_selection):
+    """What cannot be judged is left out; the README says why the overlap has none."""
+    asked = {
+        (): {"min_overlap": None, "max_mass_lost": 0.05, "max_kld": 0.05},
+        ("--selection-only",): {"min_overlap": None, "max_mass_lost": 0.05, "max_kld": None},
+        ("--candidate-attention", "dense"): {"min_overlap": None, "max_mass_lost": None, "max_kld": 0.05},
+        ("--no-thresholds", "--max-kld", 1): {"min_overlap": None, "max_mass_lost": None, "max_kld": 1},
+        ("--min-overlap", 0.5, "--max-mass-lost", 1): {"min_overlap": 0.5, "max_mass_lost": 1, "max_kld": 0.05},
+    }
+    for options, thresholds in asked.items():
+        run = m3_check_selection(tiny_gguf, tiny_gguf, "--context", FIRST + 1, "--json", *options)
+        assert run.json["thresholds"] == thresholds, options
 
 
 def test_the_other_thresholds(tiny_gguf, coarse_index, m3_check_selection):
@@ -273,7 +290,7 @@ def test_without_a_choice_nothing_is_tested(tiny_gguf, coarse_index, m3_check_se
 
 
 def test_one_token_more_tests_one_query(tiny_gguf, coarse_index, m3_check_selection):
-    run = m3_check_selection(tiny_gguf, coarse_index, "--context", FIRST + 1, "--json")
+    run = m3_check_selection(tiny_gguf, coarse_index, "--context", FIRST + 1, "--json", "--no-thresholds")
     assert run.code == 0
     assert run.json["tested"] == {"queries": 1, "first_position": FIRST, "lists": 4}
     assert run.json["buckets"] == [{"first": FIRST, "last": FIRST, "queries": 1}]
@@ -780,12 +797,12 @@ def test_the_worst_queries(tiny_gguf, coarse_index, m3_check_selection):
 
 
 def test_the_text_report_is_short(tiny_gguf, coarse_index, m3_check_selection):
-    run = m3_check_selection(tiny_gguf, coarse_index, *EXAMPLE, "--isolate")
+    run = m3_check_selection(tiny_gguf, coarse_index, *EXAMPLE, "--no-thresholds", "--isolate")
     lines = run.out.splitlines()
     assert lines[0].startswith("Selection changed: other blocks in ")
     assert len(lines) < 24 and "\x1b" not in run.out
     table = lines.index(next(line for line in lines if line.startswith("layer")))
-    report = m3_check_selection(tiny_gguf, coarse_index, *EXAMPLE, "--json", "--isolate").json
+    report = m3_check_selection(tiny_gguf, coarse_index, *EXAMPLE, "--no-thresholds", "--json", "--isolate").json
     assert lines[0] == report["verdict"]["text"] and lines[1] == report["verdict"]["evidence"][0]
     for i, (line, layer) in enumerate(zip(lines[table + 1 : table + 3], report["layers"], strict=True)):
         heads = layer["heads"]
@@ -855,7 +872,7 @@ def test_help(m3_check_selection):
 
 def test_a_page_is_written_too(tiny_gguf, coarse_index, m3_check_selection, tmp_path):
     page = tmp_path / "report.html"
-    run = m3_check_selection(tiny_gguf, coarse_index, *EXAMPLE, "--json", "--report", page)
+    run = m3_check_selection(tiny_gguf, coarse_index, *EXAMPLE, "--no-thresholds", "--json", "--report", page)
     assert run.code == 0 and "Selection changed" in page.read_text(encoding="utf-8")
     assert run.json["candidate"]["sha256"] in page.read_text(encoding="utf-8")
     assert list(tmp_path.glob("*")) == [page]
