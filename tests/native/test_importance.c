@@ -4,6 +4,7 @@
 #include "tiny_file.h"
 
 static m3_error err;
+static const m3_model_options cpu = {.struct_size = sizeof cpu, .device = M3_DEVICE_CPU};
 
 /* ---------------------------------------------------------------------------------------------- operations */
 
@@ -364,7 +365,7 @@ static void check_failures(tiny_file *t, const int32_t *ids, const found *want) 
     x[0] = NAN;
     write_file(path, t->file.data, t->file.size);
     x[0] = old;
-    CHECK(m3_model_open(path, NULL, &model, &err) == M3_OK, "%s", err.message);
+    CHECK(m3_model_open(path, &cpu, &model, &err) == M3_OK, "%s", err.message);
     m3_session *s = new_session(plain);
     m3_status status = M3_OK;
     for (int at = 0; at < N && !status; at++) status = eval(s, &plain, ids + at, 1, M3_OUTPUT_HIDDEN, out);
@@ -399,7 +400,7 @@ int main(void) {
   char path[64];
   new_path(path, sizeof path, "m3-importance");
   write_file(path, t.file.data, t.file.size);
-  if (m3_model_open(path, NULL, &model, &err)) {
+  if (m3_model_open(path, &cpu, &model, &err)) {
     printf("%s\n", err.message);
     return 1;
   }

@@ -10,6 +10,8 @@ static m3_model *model;
 static m3_error err;
 static m3_model_options options = {.struct_size = sizeof options, .device = M3_DEVICE_CPU};
 
+static bool low_bit(void) { return options.device == M3_DEVICE_CPU; } /* has low-bit index keys */
+
 static const m3_session_options plain = {.struct_size = sizeof(m3_session_options),
                                          .context = 160,
                                          .record = M3_RECORD_BLOCKS,
@@ -73,6 +75,7 @@ static void check_equivalent_runs(const int32_t *ids, const run *want) {
   static run got;
   static const int steps[] = {1, 7, 16, 17, 149};
   for (size_t i = 0; i < 2 * sizeof steps / sizeof *steps; i++) {
+    if (i % 2 && !low_bit()) continue;
     m3_session_options o = plain;
     o.index_scan = i % 2 ? M3_INDEX_SCAN_LOW_BIT : M3_INDEX_SCAN_AUTO;
     m3_session *s = new_session(o);
@@ -90,7 +93,7 @@ static void check_equivalent_runs(const int32_t *ids, const run *want) {
     o.chunk = (int32_t[]){0, 1, 5, 64}[variant % 4];
     o.page_seed = (uint64_t)variant * 1234567;
     o.sequences = 1 + variant % 5;
-    o.index_scan = variant % 3;
+    o.index_scan = variant % (low_bit() ? 3 : 2);
     m3_session *s = new_session(o);
     run_in_steps(s, o.sequences - 1, ids, 50, &got);
     check_same("other threads, chunks and pages", &got, want);
@@ -223,9 +226,13 @@ static void check_refusals(const int32_t *ids) {
   o = plain, o.index_scan = M3_INDEX_SCAN_FULL;
   CHECK(m3_session_memory(model, &o, &full, &err) == M3_OK, "%s", err.message);
   o.index_scan = M3_INDEX_SCAN_LOW_BIT;
-  CHECK(m3_session_memory(model, &o, &low, &err) == M3_OK, "%s", err.message);
-  CHECK(low.index_bytes - full.index_bytes == (T_LAYER - T_DENSE) * 160 * (8 + (T_INDEX + 31) / 32 * 32),
-        "low-bit keys take %llu bytes", (unsigned long long)(low.index_bytes - full.index_bytes));
+  if (low_bit()) {
+    CHECK(m3_session_memory(model, &o, &low, &err) == M3_OK, "%s", err.message);
+    CHECK(low.index_bytes - full.index_bytes == (T_LAYER - T_DENSE) * 160 * (8 + (T_INDEX + 31) / 32 * 32),
+          "low-bit keys take %llu bytes", (unsigned long long)(low.index_bytes - full.index_bytes));
+  } else {
+    CHECK(m3_session_memory(model, &o, &low, &err) == M3_ERROR_UNSUPPORTED, "low-bit keys that are not there");
+  }
   o = plain, o.context = 0;
   CHECK(m3_session_open(model, &o, &s, &err) == M3_ERROR_ARGUMENT, "an empty context");
   o = plain, o.layer_first = T_LAYER + 1;
@@ -415,7 +422,7 @@ int main(int argc, char **argv) {
   check_equivalent_runs(ids, &want);
   check_neighbours(ids, &want);
   check_fork_and_rewind(ids, &want, M3_INDEX_SCAN_FULL);
-  check_fork_and_rewind(ids, &want, M3_INDEX_SCAN_LOW_BIT);
+  if (low_bit()) check_fork_and_rewind(ids, &want, M3_INDEX_SCAN_LOW_BIT);
   check_refusals(ids);
   check_scores_and_dense(ids, &want);
   check_layer_windows(&t, ids, &want);

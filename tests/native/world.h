@@ -233,7 +233,7 @@ static inline void new_scratch(world *w, const m3_backend *b, int32_t threads) {
   s->weights = keep(w, (size_t)pairs * sizeof(float));
   s->blocks = keep(w, (size_t)(n * c->n_head_kv * c->top_k) * sizeof(int32_t));
   s->grouping = keep(w, (size_t)(c->n_expert + 1 + 2 * pairs) * sizeof(int32_t));
-  s->rounded = keep(w, (size_t)b->input_bytes(&w->h, n));
+  s->rounded = keep(w, b->input_bytes ? (size_t)b->input_bytes(&w->h, n) : 1);
   s->thread = keep(w, (size_t)(s->thread_floats * threads) * sizeof(float));
   w->hidden = keep_random(w, n * c->n_embd, 1.0f);
 }
