@@ -6,20 +6,21 @@
 Converts a checkpoint to each of the 23 types (a recipe that has nothing but a default), by each recipe, and to several
 files (--split-max-size); the types that need an importance matrix get one from the text that ships with m3-gguf, and
 Q6_K for the embeddings, which have no importance. Each file is evaluated over the first tokens of that text with K/V
-in float32, dense and sparse, by the engine and by llama.cpp. llama.cpp rounds activations to 8 bits (or to F16 or BF16)
-before it multiplies them with weights of a type, which the engine does not. So that this noise can be told from a file
-that means something else, llama.cpp also gets the file's values as an F32 file, made by the gguf package's dequantizer.
-The runs of llama.cpp:
+in float32, dense and sparse, by the engine and by llama.cpp. Before weights of block types llama.cpp rounds activations
+to 8 bits, the engine to 16. So that this noise can be told from a file that means something else, both also get the
+file's values as an F32 file, made by the gguf package's dequantizer. The runs:
 
-    dense, F32    those values, float32 attention: what the file means; must agree with the engine on the file itself
+    dense, F32    llama.cpp and the engine on those values, float32 attention: what the file means; must agree
     sparse, F32   the same with --patched (llama.cpp without its casts of K and V to F16, see tests/README.md)
-    dense         the file as it is: differs by the noise of llama.cpp's rounding
+    engine        the engine on the file against the engine on its values, sparse: the noise of the engine's rounding
+    dense         llama.cpp and the engine on the file: differ by the noise of llama.cpp's rounding
     sparse        the same with --patched
-    sparse, F16   the file as it is in llama.cpp as it comes: differs by the noise of the casts too
+    sparse, F16   the same in llama.cpp as it comes: differs by the noise of the casts too
 
-Exit code 1 if a run with F32 values has a |dlogit| above --tolerance, or a run of the file itself a KL divergence above
---noise. Where float32 rounding tips a block over, logits differ by units: that is excused if the first position that is
-off has a near-tie, two block scores at the cut within --tie, and what comes before it agrees.
+Exit code 1 if a run with F32 values has a |dlogit| above --tolerance, the engine's own run a KL divergence above
+--rounding, or another run of the file itself one above --noise. Where float32 rounding tips a block over, logits differ
+by units: that is excused if the first position that is off has a near-tie, two block scores at the cut within --tie,
+and what comes before it agrees.
 """
 
 import argparse
@@ -52,13 +53,14 @@ HERE = Path(__file__).resolve().parent
 TEXT = HERE.parent / "convert" / "m3_convert" / "text.txt"
 EMBEDDINGS = "q6_k"  #: type of the embeddings where the type needs importance
 SPLIT = "q4_k_m"  #: recipe of the file that is split
+ENGINE = "engine"  #: the run without llama.cpp
 
 Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One run of llama.cpp against the engine."""
+    """One run against another."""
 
     model: str
     type: str
@@ -85,11 +87,12 @@ class Limits:
 
     tolerance: float  #: of |dlogit|
     tie: float  #: of block scores
+    rounding: float  #: KL divergence
     noise: float  #: KL divergence
 
     def allow(self, d: Difference) -> bool:
         if not d.of_values:
-            return d.kl <= self.noise
+            return d.kl <= (self.rounding if d.run == ENGINE else self.noise)
         return not d.off or (d.gap is not None and d.gap <= self.tie)
 
 
@@ -198,18 +201,16 @@ class Comparison:
         ]
         if self._patched:
             runs += [("sparse, F32", self._patched, values, True), ("sparse", self._patched, path, True)]
-        ours = {sparse: self._engine(path, sparse=sparse) for sparse in (False, True)}
+        ours = {
+            (file, sparse): self._engine(file, sparse=sparse) for file in (path, values) for sparse in (False, True)
+        }
+        found = {ENGINE: self._measure(*ours[values, True], ours[path, True][0])}
         for name, llama, file, sparse in runs:
             theirs = llama.logits(file, self._ids, self._n_vocab, sparse=sparse)
-            yield Difference(
-                model=self._source.name,
-                type=case.type,
-                kind=case.kind,
-                bytes=n_bytes,
-                fallbacks=sum(" instead of " in note for note in result["notes"].values()),
-                run=name,
-                **self._measure(*ours[sparse], theirs),
-            )
+            found[name] = self._measure(*ours[file, sparse], theirs)
+        fallbacks = sum(" instead of " in note for note in result["notes"].values())
+        for name, measured in found.items():
+            yield Difference(self._source.name, case.type, case.kind, n_bytes, fallbacks, name, **measured)
         for file in folder.iterdir():
             file.unlink()
 
@@ -266,7 +267,7 @@ def markdown(found: Sequence[Difference]) -> str:
         cells = [
             f"{d.max_dlogit:.1e}, {d.mean_dlogit:.1e}{f', {d.off} off' if d.off else ''}"
             if d.of_values
-            else f"{d.mean_dlogit:.3f}, {d.other_top1:.1%}, {d.kl:.1e}"
+            else f"{d.mean_dlogit:.1e}, {d.other_top1:.1%}, {d.kl:.1e}"
             for d in (of[name] for name in names)
         ]
         kind = "" if kind == "type" else f" ({kind})"
@@ -287,11 +288,14 @@ def main() -> int:
     parser.add_argument("--types", help="types and recipes, separated by commas, as the first column prints them; all")
     parser.add_argument("--tokens", type=int, default=900)
     parser.add_argument("--tolerance", type=float, default=2e-4, help="largest |dlogit| of F32 runs (2e-4)")
+    parser.add_argument(
+        "--rounding", type=float, default=1e-5, help="largest KL divergence of the engine's own run (1e-5)"
+    )
     parser.add_argument("--noise", type=float, default=0.1, help="largest KL divergence of the others, nats (0.1)")
     parser.add_argument("--tie", type=float, default=1e-3, help="scores so close may be swapped in F32 runs (1e-3)")
     parser.add_argument("--csv", type=Path)
     arguments = parser.parse_args()
-    limits = Limits(arguments.tolerance, arguments.tie, arguments.noise)
+    limits = Limits(arguments.tolerance, arguments.tie, arguments.rounding, arguments.noise)
     wanted = arguments.types.split(",") if arguments.types else None
     stock, patched = LlamaCpp(arguments.llama), LlamaCpp(arguments.patched) if arguments.patched else None
     found: list[Difference] = []
