@@ -38,6 +38,7 @@ class BenchOptions:
     attention: str
     kv_type: str
     index_type: str
+    index_scan: str
     chunk: int  #: as in `SessionOptions`
     seed: int  #: of the token ids
 
@@ -96,6 +97,7 @@ class Bench:
             "context": context,
             "kv_type": options.kv_type,
             "index_type": options.index_type,
+            "index_scan": options.index_scan,
             "attention": options.attention,
             "threads": options.threads,
             "chunk": options.chunk,
@@ -178,6 +180,7 @@ class Bench:
             "attention": options.attention,
             "kv_type": options.kv_type,
             "index_type": options.index_type,
+            "index_scan": options.index_scan,
             "context": self._context,
             "load_s": round(self._load_seconds, 4),
             "memory": {

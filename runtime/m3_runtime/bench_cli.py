@@ -8,7 +8,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from m3_runtime.cli import Attention, CacheType, Device, Isa
+from m3_runtime.cli import Attention, CacheType, Device, IndexScan, Isa
 from m3_runtime.command import guarded, new_app, run
 from m3_runtime.errors import InputError
 from m3_runtime.thread_option import Threads
@@ -54,6 +54,9 @@ def bench_command(
     index_type: Annotated[
         CacheType, typer.Option("--index-type", help="Type of the cached index keys, which choose the blocks.")
     ] = CacheType.F32,
+    index_scan: Annotated[
+        IndexScan, typer.Option("--index-scan", help="How blocks are chosen; see m3-run.")
+    ] = IndexScan.AUTO,
     isa: Annotated[
         Isa, typer.Option("--isa", help="Instruction set of the CPU kernels; auto takes the widest one.")
     ] = Isa.AUTO,
@@ -82,6 +85,7 @@ def bench_command(
         attention=attention.value,
         kv_type=kv_type.value,
         index_type=index_type.value,
+        index_scan=index_scan.value,
         chunk=chunk,
         seed=seed,
     )

@@ -43,6 +43,12 @@ class CacheType(StrEnum):
     BF16 = "bf16"
 
 
+class IndexScan(StrEnum):
+    AUTO = "auto"
+    FULL = "full"
+    LOW_BIT = "low_bit"
+
+
 class Thinking(StrEnum):
     ENABLED = "enabled"
     DISABLED = "disabled"
@@ -173,6 +179,14 @@ def run_command(
     index_type: Annotated[
         CacheType, typer.Option("--index-type", help="Type of the cached index keys, which choose the blocks.")
     ] = CacheType.F32,
+    index_scan: Annotated[
+        IndexScan,
+        typer.Option(
+            "--index-scan",
+            help="How blocks are chosen: full scores every key, low_bit rules most out by int8 copies, which take "
+            "memory. Both choose the same blocks; auto takes copies for long contexts on the CPU.",
+        ),
+    ] = IndexScan.AUTO,
     isa: Annotated[
         Isa, typer.Option("--isa", help="Instruction set of the CPU kernels; auto takes the widest one.")
     ] = Isa.AUTO,
@@ -213,6 +227,7 @@ def run_command(
         require_sparse=require_sparse,
         kv_type=kv_type.value,
         index_type=index_type.value,
+        index_scan=index_scan.value,
     )
     return run_model(options)
 

@@ -51,6 +51,7 @@ class RunOptions:
     require_sparse: bool
     kv_type: str
     index_type: str
+    index_scan: str
 
 
 def run_model(options: RunOptions) -> ExitCode:
@@ -153,6 +154,7 @@ class Run:
             "sequences": 1,
             "kv_type": options.kv_type,
             "index_type": options.index_type,
+            "index_scan": options.index_scan,
             "attention": options.attention,
             "threads": options.threads,
         }

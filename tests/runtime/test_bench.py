@@ -50,6 +50,16 @@ def test_json_has_every_test_at_every_depth(m3_bench: Runner, tiny_gguf: Path) -
     assert report["memory"]["peak_rss_bytes"] > 0
 
 
+@pytest.mark.parametrize("scan", ["full", "low_bit"])
+def test_index_scan(m3_bench: Runner, tiny_gguf: Path, scan: str) -> None:
+    options = ("--depth", "200", "-p", 8, "-n", 2, "--repeats", 1, "--device", "cpu")
+    code, out, _ = m3_bench(tiny_gguf, *options, "--index-scan", scan, "--json")
+    report = json.loads(out)
+    assert (code, report["index_scan"]) == (0, scan)
+    code, out, _ = m3_bench(tiny_gguf, *options, "--json")
+    assert (report["memory"]["index_bytes"] > json.loads(out)["memory"]["index_bytes"]) is (scan == "low_bit")
+
+
 def test_table(m3_bench: Runner, tiny_gguf: Path) -> None:
     code, out, err = m3_bench(tiny_gguf, "--depth", "0,16", "-p", 8, "-n", 0, "--repeats", 1)
     assert (code, err) == (0, "")
@@ -91,6 +101,7 @@ def test_the_cache_has_the_depth_when_a_run_begins(tiny_gguf: Path, monkeypatch:
         attention="sparse",
         kv_type="f16",
         index_type="f32",
+        index_scan="auto",
         chunk=0,
         seed=1,
     )
