@@ -8,7 +8,7 @@ whole weight and is read too.
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -125,10 +125,11 @@ class ImportanceMatrix:
         mean: Floats = (entry.sums[index].astype(np.float64) / count).astype(np.float32)
         return mean
 
-    def fitted(self, shapes: Mapping[str, Shape]) -> tuple["ImportanceMatrix", Coverage]:
+    def fitted(self, shapes: Mapping[str, Shape], others: Collection[str] = ()) -> tuple["ImportanceMatrix", Coverage]:
         """The same for the weights of a model, with the shapes they have there, and what is missing.
 
-        shapes: of every weight that importance is wanted for, by GGUF name. An expert counts as never reached if its
+        shapes: of every weight that importance is wanted for, by GGUF name. others: names of weights that take none,
+        such as the router, whose entries are nothing to speak of. An expert counts as never reached if its
         count is 0, or, where a weight has one count for all its experts, if its sums are all 0 or all 1 times the
         count, which is what writers of .dat files put there. Raises InputError for an entry of another shape than the
         weight, and if no entry belongs to any weight.
@@ -153,6 +154,7 @@ class ImportanceMatrix:
                 f"{self.name}: none of its {len(unused)} entries belongs to a tensor of the model (the first: "
                 f"{unused[0]}): it was made for another one"
             )
+        unused = tuple(name for name in unused if name not in others)
         return replace(self, entries=entries), Coverage(len(shapes), tuple(without), unreached, unused)
 
     def _fit(self, name: str, entry: Entry, shape: Shape) -> Entry:

@@ -164,7 +164,7 @@ class Plan:
             for t in self.tensors
             if t.type not in FLOAT_TYPES and t.name != "token_embd.weight"
         }
-        fitted, coverage = matrix.fitted(shapes)
+        fitted, coverage = matrix.fitted(shapes, {t.name for t in self.tensors})
         return replace(self, importance=fitted, coverage=coverage)
 
     def check_importance(self) -> None:

@@ -15,7 +15,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final
 
@@ -199,8 +199,8 @@ class Search:
         """Fitted to these tensors, whatever their types."""
         free = free_tensors(self.base, self.fixed)
         shapes = {t.name: (len(t.matrices), t.shape[-1]) for t in free if t.name != "token_embd.weight"}
-        fitted, coverage = self.matrix.fitted(shapes)
-        for text in replace(coverage, unused=()).notes():  # the rest belongs to tensors that stay F32
+        fitted, coverage = self.matrix.fitted(shapes, {t.name for t in self.base.tensors})
+        for text in coverage.notes():
             self.note(f"note: {text}")
         return fitted
 

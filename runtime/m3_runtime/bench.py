@@ -20,6 +20,7 @@ from m3_runtime.quantize import type_name
 #: Called with what is being done ("prefill at 4096"), and with steps done and in all (see `Session.eval`).
 Progress = Callable[[str, int, int], None]
 
+USUAL_DEPTHS = (0, 2048, 8192)  #: of those that fit in the context
 _WARM_TOKENS = 64  #: of the prefill that comes before the measured ones at a depth
 
 
@@ -28,7 +29,7 @@ class BenchOptions:
     """What is measured, and how."""
 
     model: Path
-    depths: Sequence[int]  #: tokens in the cache before what is measured, ascending, each once
+    depths: Sequence[int] | None  #: tokens in the cache before what is measured, ascending, each once; None: the usual
     prefill: int  #: tokens of a measured prefill; 0: none is measured
     decode: int  #: tokens of a measured decode, one by one; 0: none is measured
     repeats: int  #: measured runs of each, at least 1
@@ -85,11 +86,13 @@ class Bench:
         self._options = options
         self._model = model
         self._load_seconds = load_seconds
-        context = max(options.depths) + max(options.prefill, options.decode)
-        trained = model.hparams.context_train
+        trained, measured = model.hparams.context_train, max(options.prefill, options.decode)
+        usual = [depth for depth in USUAL_DEPTHS if depth + measured <= trained]
+        self._depths = (usual or [0]) if options.depths is None else options.depths
+        context = max(self._depths) + measured
         if context > trained:
             raise InputError(
-                f"--depth {max(options.depths)}: with the measured tokens that is {context}, "
+                f"--depth {max(self._depths)}: with the measured tokens that is {context}, "
                 f"the context of {model.path} holds {trained}"
             )
         self._context = context
@@ -122,7 +125,7 @@ class Bench:
 
         options = self._options
         with self._model.session(**self._session_options) as session:
-            for depth in options.depths:
+            for depth in self._depths:
                 before = session.length()
                 if depth > before:
                     seconds = self._timed(session, before, depth, f"fill to {depth}", progress)

@@ -33,9 +33,14 @@ def bench_command(
         ),
     ],
     depth: Annotated[
-        str,
-        typer.Option("--depth", metavar="N,N,...", help="Tokens that the cache holds before what is measured."),
-    ] = "0,2048,8192",
+        str | None,
+        typer.Option(
+            "--depth",
+            metavar="N,N,...",
+            help="Tokens that the cache holds before what is measured. 0, 2048 and 8192 by default, as far as the "
+            "file's context goes.",
+        ),
+    ] = None,
     prefill: Annotated[
         int, typer.Option("-p", "--prefill", metavar="N", min=0, help="Tokens of a prefill; 0 measures none.")
     ] = 512,
@@ -75,7 +80,7 @@ def bench_command(
 
     options = BenchOptions(
         model=model,
-        depths=_depths(depth),
+        depths=None if depth is None else _depths(depth),
         prefill=prefill,
         decode=decode,
         repeats=repeats,
@@ -116,7 +121,7 @@ def _depths(text: str) -> list[int]:
     """Numbers separated by commas, in ascending order, each once."""
     parts = text.split(",")
     if not all(part.strip().isascii() and part.strip().isdigit() and len(part.strip()) < 10 for part in parts):
-        raise InputError(f"--depth {text}: expected numbers separated by commas, such as 0,2048,8192")
+        raise InputError(f"--depth {text}: expected whole numbers separated by commas, such as 0,2048")
     return sorted({int(part) for part in parts})
 
 

@@ -109,6 +109,14 @@ def test_values_that_are_no_importance_are_not_written(tmp_path):
 # ------------------------------------------------------------------------------------------------ a model's weights
 
 
+def test_entries_of_weights_that_take_none_are_nothing_to_speak_of():
+    entries = example().entries
+    plain = {PLAIN: SHAPES[PLAIN]}
+    assert example().fitted(plain)[1].unused == tuple(name for name in entries if name != PLAIN)
+    coverage = example().fitted(plain, set(entries))[1]
+    assert coverage.unused == () and coverage.notes() == []
+
+
 def test_an_expert_that_was_never_reached_falls_back_alone():
     matrix, coverage = example().fitted(SHAPES)
     assert coverage.unreached == {STACKED: (1,)} and coverage.unreached_matrices == 1

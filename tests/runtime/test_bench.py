@@ -114,7 +114,7 @@ def test_the_cache_has_the_depth_when_a_run_begins(tiny_gguf: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--depth", "x"), "--depth x: expected numbers separated by commas, such as 0,2048,8192"),
+        (("--depth", "x"), "--depth x: expected whole numbers separated by commas, such as 0,2048"),
         (("--depth", "0,-5"), "--depth 0,-5: expected"),
         (("--depth", ""), "--depth : expected"),
         (("--depth", "1048576"), "--depth 1048576: with the measured tokens that is 1049088, the context of"),
@@ -126,6 +126,12 @@ def test_bad_arguments(m3_bench: Runner, tiny_gguf: Path, options: tuple[str, ..
     code, out, err = m3_bench(tiny_gguf, *options)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert message in err
+
+
+def test_usual_depths_are_those_that_fit(m3_bench: Runner, tiny_gguf: Path) -> None:
+    code, out, err = m3_bench(tiny_gguf, "-p", 8, "-n", 0, "--repeats", 1, "--device", "cpu")
+    assert (code, err) == (0, "")  # the context is 4096
+    assert [line.split()[:2] for line in out.splitlines()[1:]] == [["prefill", "0"], ["fill", "0"], ["prefill", "2048"]]
 
 
 def test_no_file(m3_bench: Runner, tmp_path: Path) -> None:
