@@ -237,7 +237,7 @@ def _prompt_text(prompt: str | None, file: str | None, raw: bool) -> str | None:
     if prompt is not None:
         if file is not None:
             raise InputError("-p and -f are both given, expected one of them")
-        return _decode(os.fsencode(prompt), "-p")
+        return _not_empty(_decode(os.fsencode(prompt), "-p"), "-p")
     if file is None:
         return None
     try:
@@ -245,7 +245,14 @@ def _prompt_text(prompt: str | None, file: str | None, raw: bool) -> str | None:
     except OSError as error:
         raise InputError(f"-f {file}: {error.strerror}") from None
     text = _decode(data, f"-f {file}")
-    return text if raw else text.removesuffix("\n").removesuffix("\r")
+    return _not_empty(text if raw else text.removesuffix("\n").removesuffix("\r"), f"-f {file}")
+
+
+def _not_empty(text: str, what: str) -> str:
+    """A model answers nothing too, and a script whose first half failed would not notice."""
+    if not text:
+        raise InputError(f"{what}: the prompt is empty")
+    return text
 
 
 def _decode(data: bytes, what: str) -> str:

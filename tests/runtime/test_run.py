@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import shutil
 import sys
@@ -476,7 +477,9 @@ def test_weights_that_are_not_finite(m3_run: Runner, tiny_gguf: Path, tmp_path: 
         (["--raw"], "--raw needs a prompt: -p or -f"),
         (["-p", "a", "--raw", "--system", "x"], "--system needs the chat template, which --raw leaves out"),
         (["-p", "a", "--raw", "--thinking", "enabled"], "--thinking needs the chat template, which --raw leaves out"),
-        (["-p", "", "--raw"], "the prompt has no tokens, expected at least one"),
+        (["-p", "", "--raw"], "-p: the prompt is empty"),
+        (["-p", ""], "-p: the prompt is empty"),
+        (["-f", os.devnull], "-f /dev/null: the prompt is empty"),
         (["-p", "a\udcff"], "-p: invalid UTF-8 at byte offset 1 (byte 0xff): invalid start byte"),
         (["-f", "/no/such/file"], "-f /no/such/file: No such file or directory"),
         (["-p", "a", "--temperature", "-1"], "temperature: -1.0, expected a number from 0 to 1000"),
