@@ -37,7 +37,7 @@ def main() -> int:
         run((folder / "model", folder / "q4_k_m.gguf", "--type", "q4_k_m"))
         print(f"{format_bytes(n_bytes)} written and converted in {time.monotonic() - start:.0f} s", flush=True)
         line = [sys.executable, "-m", "m3_convert.check_cli", folder / "model", folder / "q4_k_m.gguf", "--json"]
-        line += ["--context", arguments.context, "--state", folder / "state"]
+        line += ["--no-thresholds", "--context", arguments.context, "--state", folder / "state"]
         limited = f"import resource; resource.setrlimit(resource.RLIMIT_DATA, ({LIMIT}, {LIMIT}))"
         start = time.monotonic()
         done = subprocess.run(

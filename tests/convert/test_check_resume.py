@@ -14,7 +14,7 @@ from m3_convert.walker import Walker
 from m3_runtime.errors import MachineError
 
 N = 150
-RUN = ("--context", N, "--threads", 1, "--json", "--isolate", "--attribute")
+RUN = ("--no-thresholds", "--context", N, "--threads", 1, "--json", "--isolate", "--attribute")
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ def test_closed_streams_change_nothing(redirect: str, tiny_gguf: Path, tiny_chec
 
 @pytest.mark.parametrize(("threshold", "code"), [(0.1, 0), (1, 1)])
 def test_the_verdict_stands_when_the_reader_leaves(threshold: float, code: int, tiny_gguf: Path, tiny_q8_gguf: Path):
-    arguments = [tiny_gguf, tiny_q8_gguf, "--context", 600, "--min-overlap", threshold]
+    arguments = [tiny_gguf, tiny_q8_gguf, "--context", 600, "--no-thresholds", "--min-overlap", threshold]
     run = shell("m3-check-selection", arguments, "2> /dev/null > >(exec true)")
     assert run.returncode == code
 
