@@ -55,6 +55,7 @@ def full(
     return {
         "schema": {"name": "m3-check-selection", "version": 2},
         "program": "0.1.0",
+        "versions": {"engine_sha256": "e6" * 32, "python": "3.12.4", "numpy": "2.3.1", "tokenizers": "0.22.0"},
         "verdict": _verdict(worst_layer, worst) if damage else _same_verdict(),
         "thresholds": {"min_overlap": 0.99, "max_mass_lost": 0.05, "max_kld": None},
         "reference": _side(
@@ -222,6 +223,7 @@ def _verdict(layer: int, head: Report) -> Report:
         f"{100 * query_head['mean']:.2f}% of the attention of query head {query_head['head']} of layer {layer} and a "
         "KL divergence of 0.0183, which is 0.0159 with the reference's blocks. Fell short: the overlap is below 0.99.",
         "evidence": [
+            "The output changes, but little of that comes from the selection.",
             "Means hide it: one query head loses ten times what all together lose.",
             "The index projections are the reference's, value for value.",
         ],
@@ -352,6 +354,7 @@ def _attribution(overlap: float, worst: float, mass: float, damage: float) -> Re
                 "worst_overlap": worst + (1 - worst) * part,
                 "mass_lost": mass * (1 - part),
                 "kld": damage * 0.0183 * (1 - part * 0.9),
+                "returned": {"overlap": part, "kld": part * 0.9} if damage else {"overlap": None, "kld": None},
             }
             for group, part in returned.items()
         ],

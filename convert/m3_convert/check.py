@@ -1,11 +1,13 @@
 """A check of a candidate against its reference, from two names to what is to be reported."""
 
 import hashlib
+import platform
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import Any, Final
 
@@ -146,11 +148,18 @@ def _report(check: Check, states: Path | None) -> tuple[CheckReport, WalkState]:
             isa=_kernels(ours),
             thresholds=check.thresholds,
             program=version(),
+            versions=_versions(),
             estimated_bytes=estimated,
             peak_bytes=memory.peak_resident_bytes(),
             seconds=time.monotonic() - start,
         )
     return report, state
+
+
+def _versions() -> dict[str, str]:
+    """What the numbers come from, besides this program."""
+    packages = {name: package_version(name) for name in ("numpy", "tokenizers")}
+    return {"engine_sha256": library_hash(), "python": platform.python_version(), **packages}
 
 
 def _summary(side: LayeredModel, sha256: str) -> SideSummary:

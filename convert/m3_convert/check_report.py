@@ -66,6 +66,7 @@ class CheckReport:
     isa: str
     thresholds: Thresholds
     program: str
+    versions: Mapping[str, str]  #: of what else computed
     estimated_bytes: int
     peak_bytes: int
     seconds: float

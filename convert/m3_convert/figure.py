@@ -18,6 +18,7 @@ from m3_convert.chart import (
     StepChart,
     Tick,
 )
+from m3_convert.layer_summary import LayerSummary, query_heads_of, worst_head
 from m3_convert.margin import NEAR_TIE
 from m3_convert.notation import count, decimal, more_bytes, percent, share
 
@@ -93,17 +94,15 @@ def overlap_chart(report: Json) -> RangeChart:
 
 
 def _overlap_row(layer: Json) -> RangeRow:
-    heads, name = layer["heads"], f"Layer {layer['layer']}"
-    mean = sum(head["overlap_mean"] for head in heads) / len(heads)
-    worst = min(heads, key=lambda head: head["overlap_mean"])
-    lowest = min(heads, key=lambda head: head["overlap_min"])
+    summary, name = LayerSummary.of(layer), f"Layer {layer['layer']}"
+    worst, lowest = summary.worst, summary.lowest
     at = "" if lowest["overlap_min_position"] is None else f" at position {count(lowest['overlap_min_position'])}"
     return RangeRow(
         str(layer["layer"]),
         f"{worst['head']}: {share(worst['overlap_mean'])}",
         [
             _overlap_mark("lowest", lowest["overlap_min"], f"{name}, head {lowest['head']}: lowest list{at}"),
-            _overlap_mark("mean", mean, f"{name}, all heads: mean"),
+            _overlap_mark("mean", summary.overlap, f"{name}, all heads: mean"),
             _overlap_mark("worst", worst["overlap_mean"], f"{name}, head {worst['head']}: mean of the worst head"),
         ],
     )
@@ -119,7 +118,9 @@ def _overlap_mark(kind: chart.MarkKind, overlap: float, title: str) -> Mark:
 def mass_map(report: Json) -> HeatMap:
     """Mean attention lost by layer and query head; lines part the query heads of different index heads."""
     layers = report["layers"]
-    rows = [HeatRow(str(layer["layer"]), [_mass_cell(layer, head) for head in _query_heads(layer)]) for layer in layers]
+    rows = [
+        HeatRow(str(layer["layer"]), [_mass_cell(layer, head) for head in query_heads_of(layer)]) for layer in layers
+    ]
     groups = [len(head["mass_lost"]["query_heads"]) for head in layers[0]["heads"]]
     starts = [sum(groups[:n]) for n in range(len(groups))]
     places = [100 * start / sum(groups) for start in starts]
@@ -136,10 +137,6 @@ def _worst_mass(report: Json) -> str:
         f"The most is lost by query head {worst['query_head']} of layer {worst['layer']}: {percent(worst['mean'])} on "
         "average."
     )
-
-
-def _query_heads(layer: Json) -> list[Json]:
-    return [query_head for head in layer["heads"] for query_head in head["mass_lost"]["query_heads"]]
 
 
 def _mass_cell(layer: Json, head: Json) -> Cell:
@@ -163,16 +160,14 @@ def mass_chart(report: Json) -> RangeChart:
 
 
 def _mass_row(layer: Json) -> RangeRow:
-    heads, name = _query_heads(layer), f"Layer {layer['layer']}"
-    mean = sum(head["mean"] for head in heads) / len(heads)
-    worst = max(heads, key=lambda head: head["mean"])
-    most = max(heads, key=lambda head: head["max"])
+    summary, name = LayerSummary.of(layer), f"Layer {layer['layer']}"
+    worst, most = summary.loser, summary.most
     return RangeRow(
         str(layer["layer"]),
         f"{worst['head']}: {percent(worst['mean'])}",
         [
             _mass_mark("lowest", most["max"], f"{name}, query head {most['head']}: most of one query"),
-            _mass_mark("mean", mean, f"{name}, all query heads: mean"),
+            _mass_mark("mean", summary.mass_lost, f"{name}, all query heads: mean"),
             _mass_mark("worst", worst["mean"], f"{name}, query head {worst['head']}: mean of the worst"),
         ],
     )
@@ -259,8 +254,7 @@ def isolated_chart(report: Json) -> RangeChart:
     rows = []
     for layer in report["isolated"]:
         number = layer["layer"]
-        alone = min(layer["heads"], key=lambda head: head["overlap_mean"])
-        whole = min(free[number]["heads"], key=lambda head: head["overlap_mean"])
+        alone, whole = worst_head(layer), worst_head(free[number])
         marks = [
             _overlap_mark("worst", whole["overlap_mean"], f"Layer {number}, head {whole['head']}, whole candidate:"),
             _overlap_mark("isolated", alone["overlap_mean"], f"Layer {number}, head {alone['head']}, layer alone:"),
@@ -272,12 +266,9 @@ def isolated_chart(report: Json) -> RangeChart:
 
 def attribution_chart(report: Json) -> BarChart | None:
     """What restoring each group of tensors returns, as a share of what is lost; the most helpful first."""
-    found = report["attribution"]
-    base = found["baseline"]
-    groups = [
-        (group, _returned(base, group, "overlap_mean"), _returned(base, group, "kld")) for group in found["groups"]
-    ]
-    values = [value for _, *pair in groups for value in pair if value is not None]
+    found = report["attribution"]["groups"]
+    groups = [(group, group["returned"]["overlap"], group["returned"]["kld"]) for group in found]
+    values: list[float] = [value for _, *pair in groups for value in pair if value is not None]
     if not values:
         return None
     low, high = min(0.0, *values), max(0.01, *values)
@@ -309,15 +300,6 @@ def attribution_chart(report: Json) -> BarChart | None:
         f"Chart of what restoring each of {len(rows)} groups of tensors returns; the most comes from {rows[0].label}."
     )
     return BarChart(label, rows, zero=place(0))
-
-
-def _returned(base: Json, group: Json, key: str) -> float | None:
-    """The share of what the candidate lost that a restored group returns; None if nothing was lost or measured."""
-    if base[key] is None or group[key] is None:
-        return None
-    perfect = 1.0 if key == "overlap_mean" else 0.0
-    lost = abs(perfect - base[key])
-    return None if lost == 0 else 1 - abs(perfect - group[key]) / lost
 
 
 # ------------------------------------------------------------------------------------------------ blocks of one query

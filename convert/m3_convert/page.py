@@ -20,11 +20,6 @@ from m3_runtime.errors import InputError, MachineError
 Json = Mapping[str, Any]
 
 _STATUS = {"passed": "Passed", "fell short": "Fell short", "reported": "Reported, no threshold set"}
-_COST = {
-    "near-ties": "The blocks that changed were near-ties, and hardly anything comes of it.",
-    "selection": "The selection itself costs: attention is lost, or the output moves, because other blocks are read.",
-    "weights": "The output changes, but little of that comes from the selection.",
-}
 _SENTENCE_END = re.compile(r"(?<=[.]) (?=[A-Z])")
 
 
@@ -55,7 +50,7 @@ def render_page(report: Json) -> str:
         report=report,
         lead=lead,
         rest=rest,
-        evidence=[*filter(None, [_COST.get(verdict["cost"])]), *verdict["evidence"]],
+        evidence=verdict["evidence"],
         status=_STATUS[verdict["status"]],
         failed=verdict["failed"],
         sections=_sections(report),

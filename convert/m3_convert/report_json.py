@@ -9,6 +9,7 @@ overlaps are null, it loses nothing.
 
     schema      {"name": "m3-check-selection", "version": 2}
     program     version of this program
+    versions    {"engine_sha256": of the library that computed, "python", "numpy", "tokenizers"}
     verdict     {"text": up to three sentences, "evidence": [sentences], "cause", "cost": see verdict.py,
                  "status": "reported" | "passed" | "fell short", "exit_code", "failed": [names of thresholds]}
     thresholds  {"min_overlap", "max_mass_lost", "max_kld"}: number or null; they judge overall.worst.overlap_mean,
@@ -53,7 +54,8 @@ overlaps are null, it loses nothing.
     attribution null, or {"baseline": {"overlap_mean", "worst_overlap": lowest mean of a layer and head, "mass_lost":
                  mean, "kld" or null}: of the candidate, "groups": [{"group", "types": {type: bytes} of the candidate,
                  "bytes", "reference_bytes", and what baseline has, of the candidate with this group from the
-                 reference}], "same": [groups that are the same on both sides]}
+                 reference, "returned": {"overlap", "kld"}: share of what was lost, null if nothing was}], "same":
+                 [groups that are the same on both sides]}
     worst       up to 10 [{"layer", "head", "query_head", "position", "mass_lost", "overlap", "text_before", "token",
                 "text_after", "reference_blocks", "candidate_blocks", "lost": [{"block", "score", "margin": null for
                 infinity, "mass", "text": its beginning}], "gained": [{"block", "score", "text"}]}]: scores are the
@@ -88,6 +90,7 @@ def report_json(report: CheckReport) -> Json:
     return {
         "schema": {"name": "m3-check-selection", "version": SCHEMA_VERSION},
         "program": report.program,
+        "versions": dict(report.versions),
         "verdict": _verdict(report),
         "thresholds": {
             "min_overlap": report.thresholds.min_overlap,
@@ -343,10 +346,15 @@ def _attribution(report: CheckReport) -> Json | None:
     r = report.result
     if report.groups is None or r.selection is None:
         return None
+    returned = {restored.group: restored for restored in report.findings.restored}
     return {
         "baseline": _costs(r.selection, r.candidate),
         "groups": [
-            {**_group(group), **_costs(r.groups[group.group], r.group_logits.get(group.group))}
+            {
+                **_group(group),
+                **_costs(r.groups[group.group], r.group_logits.get(group.group)),
+                "returned": {"overlap": returned[group.group].agreement, "kld": returned[group.group].kld},
+            }
             for group in report.groups
         ],
         "same": list(report.same_groups),

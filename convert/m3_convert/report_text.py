@@ -7,6 +7,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from m3_convert.layer_summary import LayerSummary, query_heads_of, worst_head
 from m3_convert.margin import near_tie_share
 from m3_convert.notation import decimal, percent, perplexity, share
 from m3_convert.progress import format_bytes
@@ -119,8 +120,8 @@ def _selection(console: Console, report: Json) -> None:
     console.print(table)
     rest = [layer for layer in layers if layer not in shown]
     if rest:
-        overlap = min(head["overlap_mean"] for layer in rest for head in layer["heads"])
-        mass = max(head["mean"] for layer in rest for head in _query_heads(layer))
+        overlap = min(worst_head(layer)["overlap_mean"] for layer in rest)
+        mass = max(head["mean"] for layer in rest for head in query_heads_of(layer))
         _line(
             console,
             f"{len(rest)} more layers: overlap of every head at least {share(overlap)}, mass lost of every query head "
@@ -136,35 +137,29 @@ def _selection(console: Console, report: Json) -> None:
 
 def _worst_layers(layers: Sequence[Json]) -> list[Json]:
     """In their order."""
-    by_overlap = sorted(layers, key=lambda layer: min(head["overlap_mean"] for head in layer["heads"]))
-    by_mass = sorted(layers, key=lambda layer: -max(head["mean"] for head in _query_heads(layer)))
+    by_overlap = sorted(layers, key=lambda layer: worst_head(layer)["overlap_mean"])
+    by_mass = sorted(layers, key=lambda layer: -LayerSummary.of(layer).loser["mean"])
     found = dict.fromkeys(layer["layer"] for pair in zip(by_overlap, by_mass, strict=True) for layer in pair)
     kept = list(found)[:_LAYERS]
     return [layer for layer in layers if layer["layer"] in kept]
 
 
-def _query_heads(layer: Json) -> list[Json]:
-    return [query_head for head in layer["heads"] for query_head in head["mass_lost"]["query_heads"]]
-
-
 def _layer(layer: Json, alone: Json | None) -> list[str]:
-    heads, query_heads = layer["heads"], _query_heads(layer)
+    heads, summary = layer["heads"], LayerSummary.of(layer)
     lists = sum(head["equal"] + head["ties"] + head["changed"] for head in heads)
-    worst = min(heads, key=lambda head: head["overlap_mean"])
-    loser = max(query_heads, key=lambda head: head["mean"])
     first = min((head["first_changed"] for head in heads if head["first_changed"] is not None), default=None)
     return [
         str(layer["layer"]),
-        share(sum(head["overlap_mean"] for head in heads) / len(heads)),
-        f"{worst['head']}: {share(worst['overlap_mean'])}",
-        share(min(head["overlap_min"] for head in heads)),
-        *([share(min(head["overlap_mean"] for head in alone["heads"]))] if alone else []),
+        share(summary.overlap),
+        f"{summary.worst['head']}: {share(summary.worst['overlap_mean'])}",
+        share(summary.lowest["overlap_min"]),
+        *([share(worst_head(alone)["overlap_mean"])] if alone else []),
         percent(sum(head["changed"] for head in heads) / lists),
         str(sum(head["ties"] for head in heads)),
         str(sum(head["blocks_lost"] for head in heads)),
         _near_ties(heads),
-        percent(sum(head["mean"] for head in query_heads) / len(query_heads)),
-        f"{loser['head']}: {percent(loser['mean'])}",
+        percent(summary.mass_lost),
+        f"{summary.loser['head']}: {percent(summary.loser['mean'])}",
         "-" if first is None else str(first),
     ]
 

@@ -3,7 +3,7 @@
 A mean hides one head that reads other blocks, so the verdict names the worst layer and head.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -31,6 +31,12 @@ Cost = Literal[
     "small",  # none of these
 ]
 
+_COSTS: Final[Mapping[Cost, str]] = {
+    "near-ties": "The blocks that changed were near-ties, and hardly anything comes of it.",
+    "selection": "The selection itself costs: attention is lost, or the output moves, because other blocks are read.",
+    "weights": "The output changes, but little of that comes from the selection.",
+}
+
 #: Share of the mean loss that one of two causes must answer for to be named alone.
 MAIN_SHARE: Final = 0.75
 #: Share of the KL divergence below which what is not the selection does not count.
@@ -47,9 +53,9 @@ STANDS_OUT: Final = 4.0
 
 
 #: What m3-check-selection asks for unless told otherwise; the README has the measurements. On m3-nano they lie between
-#: the recipes of 4 bits and more, which keep within two thirds of them, and what no recipe should do: index projections
-#: or caches of 4 bits, dense attention, and the recipes of 3 bits and fewer. There is none for the overlap: near-ties
-#: that cost nothing lower it as much as losses do.
+#: the recipes from iq4_xs up, which keep within four fifths of them, and what loses more than either: index projections or
+#: caches of 4 bits, dense attention, all weights or all experts in 4 bits, and the recipes of 3 bits and fewer. There is
+#: none for the overlap: near-ties that cost nothing lower it as much as losses do.
 DEFAULT_MASS_LOST: Final = 0.05
 DEFAULT_KLD: Final = 0.05
 
@@ -158,7 +164,8 @@ def judge(findings: Findings, thresholds: Thresholds) -> Verdict:
     elif thresholds.any:
         sentences.append(f"Passed: {_met(thresholds)}")
     text = " ".join(f"{sentence}." for sentence in sentences if sentence)
-    return Verdict(text, _evidence(findings), cause, cost, missed, thresholds.any)
+    evidence = [*filter(None, [_COSTS.get(cost)]), *_evidence(findings)]
+    return Verdict(text, evidence, cause, cost, missed, thresholds.any)
 
 
 # ------------------------------------------------------------------------------------------------ cause and cost

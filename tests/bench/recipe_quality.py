@@ -29,6 +29,7 @@ from math import prod
 from pathlib import Path
 
 import numpy as np
+from nano_files import CALIBRATION_SHARE, calibration_text, held_out_documents
 from numpy.typing import NDArray
 from quantize import NANO, processor
 from recipe_sizes import RELEASE, tensors_without_data
@@ -52,14 +53,11 @@ sys.path[:0] = [str(NANO / "train"), str(Path(__file__).resolve().parents[1])]
 
 from chats import ChatFormat  # noqa: E402
 from documents import Filler  # noqa: E402
-from rows import HELD_OUT, TEMPLATE, Data, Row, held_out_rows  # noqa: E402
-from vocabulary import read_ids  # noqa: E402
+from rows import TEMPLATE, Data, Row, held_out_rows  # noqa: E402
 
 Floats = NDArray[np.float32]
 
 CONTEXT = 4096
-CALIBRATION_SHARE = 4  #: one document of so many makes the importance matrix
-CALIBRATION_TOKENS = 1024  #: of each of these, at most
 
 GROUPS = {
     "embeddings": ("token_embd.weight",),
@@ -206,15 +204,12 @@ class Bench:
         """folder: for files."""
         self._folder, self._threads = folder, threads
         tokenizer = Tokenizer.from_file(str(NANO / "tokenizer.json"))
-        stream = read_ids(NANO / HELD_OUT)
-        documents = np.split(stream, np.flatnonzero(stream == Filler(tokenizer, stream).opening)[1:])
-        rest = np.concatenate([d for i, d in enumerate(documents) if i % CALIBRATION_SHARE])
+        rest = np.concatenate([d for i, d in enumerate(held_out_documents()) if i % CALIBRATION_SHARE])
         chat = ChatFormat(TEMPLATE.read_text(encoding="utf-8"))
         data = Data(tokenizer, Filler(tokenizer, rest), [], chat)
         self.rows = held_out_rows(data, CONTEXT, text=text_rows, recall=0, hard=recall_rows)
-        calibration = [d[:CALIBRATION_TOKENS].tolist() for d in documents[::CALIBRATION_SHARE]]
         self._text = folder / "calibration.txt"
-        self._text.write_text("\n".join(tokenizer.decode(ids) for ids in calibration), encoding="utf-8")
+        self._text.write_text(calibration_text(), encoding="utf-8")
         self._imatrix: Path | None = None
 
     def measure(self, variants: Sequence[Variant]) -> list[Quality]:

@@ -14,11 +14,12 @@ from m3_runtime.text import ChatTokenizer
 def test_the_schema(tiny_gguf, coarse_index, m3_check_selection):
     report = m3_check_selection(tiny_gguf, coarse_index, *EXAMPLE, "--json", "--isolate", "--attribute").json
     assert " ".join(report) == (
-        "schema program verdict thresholds reference candidate model text settings tested overall buckets layers "
-        "logits isolated attribution worst not_tested memory seconds"
+        "schema program versions verdict thresholds reference candidate model text settings tested overall buckets "
+        "layers logits isolated attribution worst not_tested memory seconds"
     )
     keys = {
         "schema": "name version",
+        "versions": "engine_sha256 python numpy tokenizers",
         "verdict": "text evidence cause cost status exit_code failed",
         "thresholds": "min_overlap max_mass_lost max_kld",
         "reference": "path kind bytes types sha256 hash_of",
@@ -58,7 +59,7 @@ def test_the_schema(tiny_gguf, coarse_index, m3_check_selection):
     costs = "overlap_mean worst_overlap mass_lost kld"
     assert " ".join(report["attribution"]["baseline"]) == costs
     (group,) = report["attribution"]["groups"]
-    assert " ".join(group) == f"group types bytes reference_bytes {costs}"
+    assert " ".join(group) == f"group types bytes reference_bytes {costs} returned"
     for query in report["worst"]:
         assert " ".join(query) == (
             "layer head query_head position mass_lost overlap text_before token text_after reference_blocks "
