@@ -4,7 +4,7 @@ import json
 import math
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Final, NoReturn
 
 import typer
 
@@ -19,6 +19,8 @@ from m3_runtime.command import abandon_stdout, guarded, new_app, run
 from m3_runtime.engine import ATTENTIONS, CACHE_TYPES, DEVICES, ISAS
 from m3_runtime.errors import InputError
 from m3_runtime.thread_option import Threads
+
+_HTML: Final = b"<!doctype html"
 
 app = new_app()
 
@@ -184,7 +186,7 @@ def check_command(
     )
     page = None
     if report is not None:
-        page = check_output(report, "the report", [reference, candidate, *([text] if text else [])])
+        page = _page_path(report, [reference, candidate, *([text] if text else [])])
     with run_check(check) as finished:
         note(f"done in {format_seconds(finished.seconds)}, peak memory {format_bytes(finished.peak_bytes)}")
         content = report_json(finished)
@@ -212,6 +214,17 @@ def _threshold(option: str, value: float | None, default: float | None, most: fl
         expected = "a number of 0 or more" if most is None else f"0 to {most:g}"
         raise InputError(f"{option} is {value:g}, expected {expected}")
     return value + 0.0  # no -0
+
+
+def _page_path(out: Path, inputs: list[Path]) -> Path:
+    """Where the page goes. Raises InputError for a file that is no page: a slip would replace a model by its report."""
+    page = check_output(out, "the report", inputs)
+    if page.exists():
+        with page.open("rb") as file:
+            start = file.read(len(_HTML))
+        if start and start.lower() != _HTML:
+            raise InputError(f"{out}: is there already and is no HTML page, which alone the report may replace")
+    return page
 
 
 def _choice(option: str, value: str, known: tuple[str, ...]) -> str:

@@ -53,9 +53,9 @@ STANDS_OUT: Final = 4.0
 
 
 #: What m3-check-selection asks for unless told otherwise; the README has the measurements. On m3-nano they lie between
-#: the recipes from iq4_xs up, which keep within four fifths of them, and what loses more than either: index projections or
-#: caches of 4 bits, dense attention, all weights or all experts in 4 bits, and the recipes of 3 bits and fewer. There is
-#: none for the overlap: near-ties that cost nothing lower it as much as losses do.
+#: the recipes from iq4_xs up, which keep within four fifths of them, and what does not meet both: index projections or
+#: caches of 4 bits, dense attention, all weights or all experts in 4 bits, recipes of 3 bits and fewer. There is none
+#: for the overlap: near-ties that cost nothing lower it as much as losses do.
 DEFAULT_MASS_LOST: Final = 0.05
 DEFAULT_KLD: Final = 0.05
 

@@ -23,7 +23,7 @@ from m3_convert.comparison import LayerComparison
 from m3_convert.progress import format_bytes
 
 SAVE_SECONDS = 60.0  #: of work that an interruption may cost, or one layer if that takes longer
-FORMAT: Final = 1
+FORMAT: Final = 2
 
 _NAME: Final = "state.npz"
 _ABOUT: Final = "about"
@@ -80,6 +80,8 @@ class WalkState:
             with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
                 arrays: Arrays = {name: file[name] for name in file.files}
             about = json.loads(str(arrays.pop(_ABOUT)))
+            if about.pop("check") != self.folder.name:
+                raise ValueError("it is that of another check")
             self.snapshot = Snapshot(int(about.pop("layer")), arrays, about)
             self.layer = self.snapshot.layer
         except FileNotFoundError:
@@ -98,7 +100,7 @@ class WalkState:
         path = self.folder / _NAME
         part = path.with_name(f"{_NAME}.{os.getpid()}.part")  # two runs of the same check do not meet
         content: dict[str, Any] = dict(snapshot.arrays)
-        content[_ABOUT] = json.dumps({"layer": snapshot.layer, **snapshot.about})
+        content[_ABOUT] = json.dumps({"check": self.folder.name, "layer": snapshot.layer, **snapshot.about})
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with part.open("wb") as file:

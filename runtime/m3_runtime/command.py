@@ -80,6 +80,20 @@ def run(app: typer.Typer, name: str, argv: list[str] | None = None) -> NoReturn:
     sys.exit(_exit_code(lambda: app(args=argv, prog_name=name, standalone_mode=False), name))
 
 
+class _ForPeople(io.FileIO):
+    """stderr: when it cannot be written any more, its reader gone or its disk full, what is still to come goes nowhere.
+
+    An error would end the work for the sake of its progress, and a broken pipe would look like that of stdout.
+    """
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            return memoryview(data).nbytes
+
+
 def _prepare_streams() -> None:
     """A closed stream becomes /dev/null, and a character that the terminal's encoding lacks ends no command."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
@@ -87,6 +101,10 @@ def _prepare_streams() -> None:
             # The lowest free descriptor is the closed one. Left free, the next file to be opened would take its place.
             os.open(os.devnull, os.O_RDWR)
             setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8", closefd=False))
+    stderr = sys.__stderr__
+    if stderr is not None and stderr is sys.stderr:  # not one that a test looks at
+        raw = _ForPeople(stderr.fileno(), "w", closefd=False)
+        sys.stderr = io.TextIOWrapper(io.BufferedWriter(raw), stderr.encoding, line_buffering=True)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
@@ -104,11 +122,8 @@ def _end_on_signals() -> None:
 
 
 def _complain(name: str, text: str) -> None:
-    """The last line of a command; a stderr that cannot be written must not change its exit code."""
-    try:
-        print(f"{name}: {one_line(text)}", file=sys.stderr, flush=True)
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+    """The last line of a command."""
+    print(f"{name}: {one_line(text)}", file=sys.stderr, flush=True)
 
 
 def _exit_code(call: Callable[[], Any], name: str) -> int:

@@ -55,6 +55,20 @@ def test_the_verdict_stands_when_the_reader_leaves(threshold: float, code: int, 
     assert run.returncode == code
 
 
+@pytest.mark.parametrize("redirect", ["2> >(exec true)", "2> /dev/full"])
+def test_a_stderr_that_nobody_reads_changes_nothing(
+    redirect: str, tiny_gguf: Path, tiny_q8_gguf: Path, tiny_checkpoint: Path, tmp_path: Path
+):
+    """Least of all a verdict: an exit code of 0 would say that the check passed."""
+    arguments: list[object] = [tiny_gguf, tiny_q8_gguf, "--context", 600, "--no-thresholds", "--min-overlap", 1]
+    run = shell("m3-check-selection", arguments, redirect)
+    assert run.returncode == 1 and b"Fell short" in run.stdout
+    assert shell("m3-check-selection", [tiny_gguf, tmp_path], redirect).returncode == 2
+    out = tmp_path / "out.gguf"
+    assert shell("m3-convert", [tiny_checkpoint, out, "--type", "f32"], redirect).returncode == 0
+    assert out.read_bytes() == tiny_gguf.read_bytes()
+
+
 def test_a_name_that_is_too_long_is_bad_input(tiny_checkpoint: Path, tmp_path: Path):
     run = shell("m3-convert", [tiny_checkpoint, tmp_path / ("a" * 300)], "")
     assert run.returncode == 2 and lines(run.stderr)[-1].endswith("File name too long")

@@ -38,6 +38,7 @@ def test_help(m3_check_selection):
 
 def test_a_page_is_written_too(tiny_gguf, coarse_index, m3_check_selection, tmp_path):
     page = tmp_path / "report.html"
+    page.write_text("<!DOCTYPE html>of an earlier check")
     run = m3_check_selection(tiny_gguf, coarse_index, *EXAMPLE, "--no-thresholds", "--json", "--report", page)
     assert run.code == 0 and "Selection changed" in page.read_text(encoding="utf-8")
     assert run.json["candidate"]["sha256"] in page.read_text(encoding="utf-8")
@@ -45,7 +46,7 @@ def test_a_page_is_written_too(tiny_gguf, coarse_index, m3_check_selection, tmp_
 
 
 def test_a_page_that_cannot_be_written_is_refused_before_the_work(
-    tiny_gguf, coarse_index, m3_check_selection, tmp_path, monkeypatch
+    tiny_gguf, tiny_q8_gguf, coarse_index, m3_check_selection, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(check_cli, "run_check", lambda _: pytest.fail("it was checked"))
     for page, message in (
@@ -53,6 +54,7 @@ def test_a_page_that_cannot_be_written_is_refused_before_the_work(
         (tmp_path, "expected a file name for the report, found a folder"),
         (Path("/dev/null"), "expected a file, found a device or pipe"),
         (coarse_index, "is part of the source"),
+        (tiny_q8_gguf, "is there already and is no HTML page"),
         (tmp_path / ("x" * 300), "File name too long"),
     ):
         run = m3_check_selection(tiny_gguf, coarse_index, *EXAMPLE, "--report", page)

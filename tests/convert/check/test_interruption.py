@@ -138,6 +138,19 @@ def test_a_damaged_state_starts_anew(tiny_gguf, tiny_q8_gguf, m3_check_selection
     assert "going on" not in run.err
 
 
+def test_the_state_of_another_check_starts_anew(tiny_gguf, tiny_q8_gguf, m3_check_selection, states, monkeypatch):
+    command, other = ((tiny_gguf, tiny_q8_gguf, *RUN, "--state", states, *more) for more in ((), ("--context", N + 1)))
+    for _ in interrupted_in(monkeypatch, 1):
+        m3_check_selection(*other)
+        (foreign,) = states.glob("*/state.npz")
+        m3_check_selection(*command)
+    (path,) = set(states.glob("*/state.npz")) - {foreign}
+    foreign.replace(path)
+    run = m3_check_selection(*command)
+    assert run.code == 0 and "going on" not in run.err
+    assert f"{path}: the saved state cannot be read, the check starts anew: it is that of another check" in run.err
+
+
 def test_a_full_disk_costs_the_state_not_the_check(tiny_gguf, tiny_q8_gguf, m3_check_selection, states, monkeypatch):
     def full(*_arrays, **_more):
         raise OSError(errno.ENOSPC, "No space left on device")

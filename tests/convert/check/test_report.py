@@ -1,9 +1,12 @@
 """The numbers of a report, as JSON and for people."""
 
+import re
+
 import numpy as np
 import pytest
 
 from convert.check.small_check import EXAMPLE, FIRST, LONG, N, cells
+from m3_convert import report_json
 from m3_convert.layered_model import tensor_group
 from m3_convert.notation import percent, share
 from m3_convert.text_sample import load_text
@@ -67,6 +70,21 @@ def test_the_schema(tiny_gguf, coarse_index, m3_check_selection):
         )
         assert all(list(block) == ["block", "score", "margin", "mass", "text"] for block in query["lost"])
         assert all(list(block) == ["block", "score", "text"] for block in query["gained"])
+
+
+def test_the_schema_documents_every_key(tiny_gguf, tiny_q8_gguf, m3_check_selection):
+    report = m3_check_selection(tiny_gguf, tiny_q8_gguf, *EXAMPLE, "--json", "--isolate", "--attribute").json
+    assert report["worst"] and report["attribution"]["groups"]
+
+    def keys(value):
+        if isinstance(value, dict):
+            yield from value
+        for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+            yield from keys(part)
+
+    groups, types = report["reference"]["types"], {"F32", "Q8_0"}  # names of tensor groups and types are values
+    words = set(re.findall(r"\w+", report_json.__doc__))
+    assert set(keys(report)) - words - set(groups) - types == set()
 
 
 def test_the_numbers_agree_with_each_other(tiny_gguf, coarse_index, m3_check_selection):
