@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from m3_convert.check_report import CheckReport, GroupSummary, SideSummary, differences
 from m3_convert.check_runs import CheckRuns
+from m3_convert.checkpoint import listed
 from m3_convert.comparable import check_choice, check_comparable
 from m3_convert.journal import library_hash
 from m3_convert.layer_walk import CheckResult, walk
@@ -131,6 +132,8 @@ def _report(check: Check, states: Path | None) -> tuple[CheckReport, WalkState]:
         result = _walk(runs, ids, state, restart=check.restart)
         if not all(digest.done() for digest in digests.values()):
             note("the files are still being read for their hash")
+        for side in (ours, theirs):
+            _check_unchanged(side, state)
         reference, candidate = (_summary(side, digests[side.origin.described_by].result()) for side in (ours, theirs))
         report = CheckReport(
             result=result,
@@ -154,6 +157,14 @@ def _report(check: Check, states: Path | None) -> tuple[CheckReport, WalkState]:
             seconds=time.monotonic() - start,
         )
     return report, state
+
+
+def _check_unchanged(side: LayeredModel, state: WalkState) -> None:
+    """Raises InputError if the files of a model are not those that were opened: no hash would be that of what ran."""
+    changed = side.origin.changed()
+    if changed:
+        state.remove()
+        raise InputError(f"{side.name}: changed during the check: {listed(changed)}; the check must start anew")
 
 
 def _versions() -> dict[str, str]:

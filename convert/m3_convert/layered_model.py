@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
@@ -44,6 +45,9 @@ TENSOR_GROUPS = (
     ("embeddings", "token_embd.weight"),
     ("head", "output.weight"),
 )
+
+#: What tells the content of files, by name: size and time, or a digest.
+Identity = Mapping[str, list[int | str]]
 
 #: Part of a tensor, -1 for all of it or the number of an expert, and its bytes as they stand in a GGUF file.
 Part = tuple[int, Any]
@@ -137,14 +141,21 @@ class CheckpointWeights:
 class Origin:
     """Where a model comes from."""
 
-    identity: Mapping[str, list[int | str]] = field(default_factory=dict)
-    """What tells the content of its files, by name: size and time, or a digest."""
+    identity: Identity = field(default_factory=dict)
+    """Of its files when it was opened, and of what else it is made from."""
 
     described_by: tuple[Path, ...] = ()
     """The files whose hash stands for it: all of a GGUF model; of a checkpoint its config and the index of its shards,
     or its only shard if that is there already."""
 
     notes: tuple[str, ...] = ()  #: warnings of the source, for people
+
+    look: Callable[[], Identity] = dict
+    """Gives that of its files as they are now. Raises InputError for one that is not there any more."""
+
+    def changed(self) -> list[str]:
+        """The files that are not what they were when the model was opened. Raises InputError as `look` does."""
+        return [name for name, now in self.look().items() if self.identity[name] != now]
 
 
 class LayeredModel:
@@ -265,13 +276,21 @@ def _open_gguf(path: Path, device: str, isa: str) -> LayeredModel:
         tensors, files, header = gguf.tensors, gguf.files, gguf.header()
     weights = MappedWeights(files, tensors)
     paths = tuple(map(Path, files))
-    identity: dict[str, list[int | str]] = {}
-    for file in paths:
-        status = file.stat()
-        identity[file.name] = [status.st_size, status.st_mtime_ns]
-    origin = Origin(identity, paths)
+    look = partial(_file_identity, paths)
+    origin = Origin(look(), paths, look=look)
     model = Model.from_header(header, str(path), device=device, isa=isa)
     return LayeredModel(str(path), "gguf", model, weights, origin)
+
+
+def _file_identity(paths: Sequence[Path]) -> Identity:
+    found: dict[str, list[int | str]] = {}
+    for path in paths:
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+        found[path.name] = [status.st_size, status.st_mtime_ns]
+    return found
 
 
 def _open_checkpoint(checkpoint: Checkpoint, device: str, isa: str, threads: int) -> LayeredModel:
@@ -283,12 +302,15 @@ def _open_checkpoint(checkpoint: Checkpoint, device: str, isa: str, threads: int
         checkpoint.shards.expect(len(checkpoint.shards.missing(needed)))
     name, header = str(checkpoint.path), header_bytes(plan, metadata)
     model = Model.from_header(header, name, device=device, isa=isa)
-    shards = {t.shard for tensor in plan.tensors for m in tensor.matrices for t in m.sources}
-    identity = {shard.name: checkpoint.shards.identity(shard) for shard in sorted(shards)}
-    identity["header"] = [hashlib.sha256(header).hexdigest()]
+    shards = sorted({t.shard for tensor in plan.tensors for m in tensor.matrices for t in m.sources})
+
+    def look() -> Identity:
+        return {shard.name: checkpoint.shards.identity(shard) for shard in shards}
+
+    identity: Identity = {**look(), "header": [hashlib.sha256(header).hexdigest()]}
     described_by = [checkpoint.folder / name for name in ("config.json", INDEX_NAME)]
     if not described_by[1].is_file():
         described_by[1] = checkpoint.folder / SINGLE_NAME
     described_by = [path for path in described_by if path.is_file()]  # the only shard of a Hub id may be yet to come
-    origin = Origin(identity, tuple(described_by), (*plan.warnings, *notes))
+    origin = Origin(identity, tuple(described_by), (*plan.warnings, *notes), look)
     return LayeredModel(name, "checkpoint", model, CheckpointWeights(plan, threads), origin)

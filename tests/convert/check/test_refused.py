@@ -1,5 +1,7 @@
 """Models that cannot be compared, wrong arguments, broken weights."""
 
+import os
+import shutil
 from dataclasses import fields, replace
 from types import SimpleNamespace
 
@@ -8,6 +10,7 @@ import pytest
 
 from convert.check.small_check import EXAMPLE, patched
 from m3_convert import comparable
+from m3_convert.walker import Walker
 from m3_runtime import InputError
 from m3_runtime.engine import Hparams
 
@@ -131,3 +134,23 @@ def test_nan_in_a_folder_is_an_error_with_its_tensor(make_folder, m3_check_selec
     run = m3_check_selection(folder, folder, *EXAMPLE)
     assert (run.code, run.out) == (2, "")
     assert run.error.startswith(f"m3-check-selection: {folder}: blk.2.attn_v.weight") and "NaN" in run.error
+
+
+def test_a_file_that_changes_during_the_check(tiny_gguf, tiny_checkpoint, m3_check_selection, tmp_path, monkeypatch):
+    file, folder = tmp_path / "a.gguf", tmp_path / "folder"
+    shutil.copy(tiny_gguf, file)
+    shutil.copytree(tiny_checkpoint, folder)
+    (shard,) = folder.glob("*.safetensors")
+    through = Walker.through
+    for model, changed in ((file, file), (folder, shard)):
+
+        def touch(*arguments, path=changed, **options):
+            os.utime(path, (1, 1))  # as if another program wrote it
+            return through(*arguments, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Walker, "through", touch)
+            run = m3_check_selection(tiny_gguf, model, *EXAMPLE)
+        assert (run.code, run.out) == (2, "")
+        assert run.error.endswith(f"{model}: changed during the check: {changed.name}; the check must start anew")
+        assert m3_check_selection(tiny_gguf, model, *EXAMPLE, "--no-thresholds").code == 0
