@@ -103,15 +103,8 @@ def run_check(check: Check) -> Iterator[CheckReport]:
 def _report(check: Check, states: Path | None) -> tuple[CheckReport, WalkState]:
     start = time.monotonic()
     source = load_text(check.text)
-    threads = check.reference_options.threads
     with ExitStack() as stack:
-        ours, theirs = (
-            stack.enter_context(open_layered(path, device=check.device, isa=check.isa, threads=threads))
-            for path in (check.reference, check.candidate)
-        )
-        for text in dict.fromkeys((*ours.notes, *theirs.notes)):
-            note(f"note: {text}")
-        check_comparable(ours, theirs)
+        ours, theirs = _open_both(check, stack)
         tokenizer = _tokenizer(ours)
         sample = sample_text(source, tokenizer, _wanted_tokens(check.context, ours, theirs))
         check_choice(ours.hparams, len(sample.ids))
@@ -126,15 +119,15 @@ def _report(check: Check, states: Path | None) -> tuple[CheckReport, WalkState]:
             groups=groups,
         )
         estimated = _estimate(runs, len(sample.ids))
-        digests = {side.origin.described_by: start_hash(side) for side in (ours, theirs)}
+        digests = {side.origin.described_by: start_hash(side) for side in (ours, theirs)}  # one for the same files
         ids = np.array(sample.ids, np.int32)
         state = WalkState(None if states is None else state_folder(states, _basis(runs, ids)), note)
         result = _walk(runs, ids, state, restart=check.restart)
         if not all(digest.done() for digest in digests.values()):
             note("the files are still being read for their hash")
-        for side in (ours, theirs):
-            _check_unchanged(side, state)
-        reference, candidate = (_summary(side, digests[side.origin.described_by].result()) for side in (ours, theirs))
+        reference, candidate = (
+            _summary(side, digests[side.origin.described_by].result(), state) for side in (ours, theirs)
+        )
         report = CheckReport(
             result=result,
             reference=reference,
@@ -159,12 +152,17 @@ def _report(check: Check, states: Path | None) -> tuple[CheckReport, WalkState]:
     return report, state
 
 
-def _check_unchanged(side: LayeredModel, state: WalkState) -> None:
-    """Raises InputError if the files of a model are not those that were opened: no hash would be that of what ran."""
-    changed = side.origin.changed()
-    if changed:
-        state.remove()
-        raise InputError(f"{side.name}: changed during the check: {listed(changed)}; the check must start anew")
+def _open_both(check: Check, stack: ExitStack) -> tuple[LayeredModel, LayeredModel]:
+    """Reference and candidate, which can be compared."""
+    threads = check.reference_options.threads
+    ours, theirs = (
+        stack.enter_context(open_layered(path, device=check.device, isa=check.isa, threads=threads))
+        for path in (check.reference, check.candidate)
+    )
+    for text in dict.fromkeys((*ours.notes, *theirs.notes)):
+        note(f"note: {text}")
+    check_comparable(ours, theirs)
+    return ours, theirs
 
 
 def _versions() -> dict[str, str]:
@@ -173,7 +171,12 @@ def _versions() -> dict[str, str]:
     return {"engine_sha256": library_hash(), "python": platform.python_version(), **packages}
 
 
-def _summary(side: LayeredModel, sha256: str) -> SideSummary:
+def _summary(side: LayeredModel, sha256: str, state: WalkState) -> SideSummary:
+    """Raises InputError if the files are not those that were opened: the hash would not be that of what ran."""
+    changed = side.origin.changed()
+    if changed:
+        state.remove()
+        raise InputError(f"{side.name}: changed during the check: {listed(changed)}; the check must start anew")
     return SideSummary(side.name, side.kind, side.n_bytes, side.types(), sha256, hash_of(side))
 
 
