@@ -46,7 +46,7 @@ class MemoryEstimate:
     """Bytes that a walk takes at its peak, on top of what the process holds before it."""
 
     own: int  #: memory of the process
-    mapped: int  #: pages of a GGUF file, which the kernel can take back
+    mapped: int  #: pages of a GGUF file beside that, which the kernel can take back
 
     @property
     def total(self) -> int:
