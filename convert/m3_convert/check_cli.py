@@ -9,8 +9,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from m3_convert.check import DEFAULT_CONTEXT, GROUPS, NAME, Check, note, run_check
-from m3_convert.output_file import check_output
-from m3_convert.progress import format_bytes, format_seconds
+from m3_convert.output_path import check_output
 from m3_convert.report_json import report_json
 from m3_convert.report_text import print_report
 from m3_convert.verdict import DEFAULT_KLD, DEFAULT_MASS_LOST, Thresholds
@@ -18,6 +17,7 @@ from m3_convert.walker import WalkOptions
 from m3_runtime.command import abandon_stdout, guarded, new_app, run
 from m3_runtime.engine import ATTENTIONS, CACHE_TYPES, DEVICES, ISAS
 from m3_runtime.errors import InputError
+from m3_runtime.quantities import format_bytes, format_seconds
 from m3_runtime.thread_option import Threads
 
 app = new_app()

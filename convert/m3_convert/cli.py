@@ -16,14 +16,14 @@ from m3_convert.imatrix import ImportanceMatrix
 from m3_convert.metadata import plan_metadata, template_notes
 from m3_convert.plan import Plan, plan_conversion, tensor_json
 from m3_convert.precision import choose, stored_as
-from m3_convert.progress import format_bytes, format_seconds
 from m3_convert.shard_order import ShardOrder
 from m3_convert.source import open_source
-from m3_convert.split import output_files, parse_size
+from m3_convert.split import output_files
 from m3_convert.stored_name import stored_name
 from m3_convert.supply import Supply, check_discardable
 from m3_runtime.command import guarded, new_app, run
 from m3_runtime.errors import InputError
+from m3_runtime.quantities import format_bytes, format_seconds, parse_size
 from m3_runtime.thread_option import Threads
 
 NAME = "m3-convert"
@@ -179,7 +179,7 @@ def convert_command(
 ) -> int | None:
     if out is None and not dry_run and explain is None:
         raise InputError("OUT.gguf is missing (it may be left out with --dry-run or --explain)")
-    max_bytes = None if split_max_size is None else parse_size(split_max_size)
+    max_bytes = None if split_max_size is None else parse_size(split_max_size, "--split-max-size")
     choice = replace(
         choose(type_, recipe, rule or ()),
         strict=strict,

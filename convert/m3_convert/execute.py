@@ -21,14 +21,15 @@ from m3_convert.disk_room import DISK_FULL, Room, check_rooms
 from m3_convert.encode import Encoder
 from m3_convert.gguf_file import OutputFile
 from m3_convert.journal import JOURNAL_SUFFIX, Journal, basis_of
-from m3_convert.output_file import output_path, part_path
+from m3_convert.output_path import output_path, part_path
 from m3_convert.part_file import DamagedError, PartFile, check_parts
 from m3_convert.plan import Plan
-from m3_convert.progress import format_bytes, progress
+from m3_convert.progress import progress
 from m3_convert.shard_order import ReleasePoints, ShardOrder
 from m3_convert.supply import Supply, check_discardable
 from m3_runtime.engine import GGUF
 from m3_runtime.errors import InputError, M3Error, MachineError
+from m3_runtime.quantities import format_bytes
 
 
 @dataclass(frozen=True)

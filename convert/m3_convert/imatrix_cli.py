@@ -21,8 +21,7 @@ from m3_convert.imatrix_collect import (
     work,
 )
 from m3_convert.layered_model import LayeredModel, open_layered
-from m3_convert.output_file import check_output
-from m3_convert.progress import format_bytes, format_seconds
+from m3_convert.output_path import check_output
 from m3_convert.stored_name import stored_name
 from m3_convert.text_sample import TextSample, load_text, sample_text
 from m3_convert.walk_progress import layer_stages, walk_progress
@@ -32,6 +31,7 @@ from m3_runtime.command import guarded, new_app, one_line, run
 from m3_runtime.engine import CACHE_TYPES, ISAS
 from m3_runtime.errors import InputError
 from m3_runtime.native import version
+from m3_runtime.quantities import format_bytes, format_seconds
 from m3_runtime.text import ChatTokenizer
 from m3_runtime.thread_option import Threads
 

@@ -18,7 +18,7 @@ from typing import Any, Final, Self
 
 from m3_convert.checkpoint import listed
 from m3_convert.gguf_file import OutputFile
-from m3_convert.output_file import part_path
+from m3_convert.output_path import part_path
 from m3_convert.plan import Plan, PlannedTensor
 from m3_runtime.errors import InputError
 from m3_runtime.native import LIBRARY_FOLDER, version

@@ -23,10 +23,9 @@ from m3_convert.journal import library_hash
 from m3_convert.layered_model import LayeredModel, open_layered
 from m3_convert.metadata import plan_metadata
 from m3_convert.notation import share
-from m3_convert.output_file import check_output as check_small_output
+from m3_convert.output_path import check_output as check_small_output
 from m3_convert.plan import Plan, plan_conversion
 from m3_convert.precision import TypeChoice, choose
-from m3_convert.progress import format_bytes
 from m3_convert.recipe import recipe_names
 from m3_convert.source import Source, open_source
 from m3_convert.stored_name import stored_name
@@ -34,14 +33,16 @@ from m3_convert.target_report import print_found, target_json
 from m3_convert.target_search import Found, Search, Target
 from m3_convert.text_sample import Text, load_text, sample_text
 from m3_convert.trial import Trials, imatrix_path, recipe_path
-from m3_convert.trial_check import Checks, write_whole
+from m3_convert.trial_check import Checks
 from m3_convert.walk_progress import layer_stages, walk_progress
 from m3_convert.walk_state import default_folder, prepare_folder, state_folder
 from m3_convert.walker import WalkOptions, check_memory
+from m3_convert.whole_file import write_whole
 from m3_runtime import memory
 from m3_runtime.command import one_line
 from m3_runtime.errors import ExitCode, InputError
 from m3_runtime.native import version
+from m3_runtime.quantities import format_bytes
 from m3_runtime.text import ChatTokenizer
 
 NAME: Final = "m3-convert"

@@ -23,10 +23,10 @@ from rich.console import Console
 from rich.table import Table
 
 from m3_convert.notation import decimal, percent, share
-from m3_convert.progress import format_bytes, format_seconds
 from m3_convert.target_search import Candidate, Found, Target
 from m3_convert.trial import recipe_path
 from m3_convert.trial_check import Outcome
+from m3_runtime.quantities import format_bytes, format_seconds
 
 Json = dict[str, Any]
 

@@ -16,7 +16,7 @@ from m3_convert.plan import Plan, plan_conversion
 from m3_convert.precision import TypeChoice
 from m3_convert.recipe import Recipe, parse_recipe
 from m3_convert.source import Source
-from m3_convert.trial_check import write_whole
+from m3_convert.whole_file import write_whole
 from m3_runtime.errors import InputError
 from m3_runtime.quantize import TensorType
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ import numpy as np
 import pytest
 
 from m3_convert import part_file
-from m3_convert.split import parse_size
 from m3_runtime.engine import GGUF, Model
 from m3_runtime.errors import InputError
+from m3_runtime.quantities import parse_size
 
 OPTIONS = ("--type", "q8_0")
 
@@ -37,20 +38,21 @@ def both(make_folder: Any, m3_convert: Any, tmp_path: Path) -> tuple[Path, list[
 
 
 def test_sizes() -> None:
-    assert [parse_size(text) for text in ("1", "500M", "40G", "2g", "3m")] == [
+    parse = partial(parse_size, option="--split-max-size")
+    assert [parse(text) for text in ("1", "500M", "40G", "2g", "3m")] == [
         1,
         500 * 10**6,
         40 * 10**9,
         2 * 10**9,
         3 * 10**6,
     ]
-    assert parse_size("0" * 5000 + "7m") == 7 * 10**6 and parse_size(str(2**63 - 1)) == 2**63 - 1
+    assert parse("0" * 5000 + "7m") == 7 * 10**6 and parse(str(2**63 - 1)) == 2**63 - 1
     for text in ("", "0", "00", "0G", "-1G", "1.5G", "40 G", "4T", "G", "1e9", "٣"):
         with pytest.raises(InputError, match=r"--split-max-size .*: expected a number of bytes above 0"):
-            parse_size(text)
+            parse(text)
     for text in (str(2**63), "9" * 19 + "M", "9" * 30, "9" * 5000):
         with pytest.raises(InputError, match=r"^--split-max-size 9[0-9M.]+: more than a file can have, expected") as e:
-            parse_size(text)
+            parse(text)
         assert len(str(e.value)) < 130
 
 
