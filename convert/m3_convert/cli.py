@@ -23,8 +23,8 @@ from m3_convert.stored_name import stored_name
 from m3_convert.supply import Supply, check_discardable
 from m3_runtime.command import guarded, new_app, run
 from m3_runtime.errors import InputError
+from m3_runtime.options import Threads, Version
 from m3_runtime.quantities import format_bytes, format_seconds, parse_size
-from m3_runtime.thread_option import Threads
 
 NAME = "m3-convert"
 
@@ -176,6 +176,7 @@ def convert_command(
     ] = None,
     threads: Threads = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan or the result as JSON.")] = False,
+    version: Version = False,
 ) -> int | None:
     if out is None and not dry_run and explain is None:
         raise InputError("OUT.gguf is missing (it may be left out with --dry-run or --explain)")
