@@ -18,6 +18,7 @@ from m3_convert.imatrix_collect import (
     default_context,
     estimate_memory,
     expert_reach,
+    few_tokens,
     work,
 )
 from m3_convert.layered_model import LayeredModel, open_layered
@@ -111,8 +112,6 @@ def imatrix_command(
         sample = sample_text(content, _tokenizer(model), n * chunks if chunks else max(content.n_bytes, 1))
         if not sample.ids:
             raise InputError(f"{text}: the text is empty")
-        if len(sample.ids) == 1:
-            _note("note: the text is one token: what it tells is of no use for quantization, which needs thousands")
         estimated = _estimate(model, len(sample.ids), n, options)
         stages = layer_stages(model.hparams.n_layer, work(model, len(sample.ids)))
         with walk_progress(NAME, stages, sys.stderr) as advance:
@@ -133,6 +132,8 @@ def imatrix_command(
             peak_bytes=memory.peak_resident_bytes(),
             seconds=time.monotonic() - start,
         )
+        if few := few_tokens(len(sample.ids), model.hparams, report.reach):
+            _note(few)
     _note(f"done in {format_seconds(report.seconds)}, peak memory {format_bytes(report.peak_bytes)}")
     print(json.dumps(_as_json(report), indent=2) if as_json else "\n".join(_lines(report)))
 
