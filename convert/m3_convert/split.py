@@ -9,6 +9,7 @@ apart that agree in everything else. The reader refuses a model whose files do n
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -51,6 +52,14 @@ def output_files(plan: Plan, metadata: Metadata, whole: OutputFile, max_bytes: i
 def shard_path(out: Path, no: int, count: int) -> Path:
     """The name of file `no` (from 0) of `count`."""
     return out.with_name(f"{out.name.removesuffix('.gguf')}-{no + 1:05}-of-{count:05}.gguf")
+
+
+def other_division(out: Path, files: Sequence[OutputFile]) -> list[Path]:
+    """Files beside `out` that are of a model of its name in another number of files than `files`, in order."""
+    own = {file.path.name for file in files}
+    shard = re.compile(re.escape(out.name.removesuffix(".gguf")) + r"-\d{5}-of-\d{5}\.gguf")
+    found = [path for path in out.parent.iterdir() if path.name not in own]
+    return sorted(path for path in found if path.name == out.name or shard.fullmatch(path.name))
 
 
 def split_id(plan: Plan, whole: OutputFile, sizes: Sequence[int]) -> str:

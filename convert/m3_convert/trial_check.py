@@ -35,7 +35,7 @@ from m3_runtime import memory
 from m3_runtime.quantities import format_bytes
 from m3_runtime.quantize import TensorType
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,11 @@ class Outcome:
     first_layer: int  #: the number of the first of these layers
     mass_lost: float  #: mean share of the attention
     worst_mass: float  #: of the layer and query head that lose most
+    worst_mass_at: tuple[int, int]  #: these two
 
     @classmethod
     def of(cls, selection: SelectionComparison, logits: Divergence) -> Self:
-        layers = selection.agreement.layers
+        layers, worst = selection.agreement.layers, selection.worst_mass
         return cls(
             kld=logits.kld_mean,
             top1=logits.top1_share,
@@ -60,12 +61,14 @@ class Outcome:
             overlaps=tuple(tuple(map(float, layer.overlap_mean)) for layer in layers),
             first_layer=layers[0].layer,
             mass_lost=selection.mass_lost,
-            worst_mass=selection.worst_mass.value,
+            worst_mass=worst.value,
+            worst_mass_at=(worst.layer, worst.query_head),
         )
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
-        return cls(**{**value, "overlaps": tuple(map(tuple, value["overlaps"]))})
+        tuples = {"overlaps": tuple(map(tuple, value["overlaps"])), "worst_mass_at": tuple(value["worst_mass_at"])}
+        return cls(**{**value, **tuples})
 
     @property
     def worst(self) -> Cell:

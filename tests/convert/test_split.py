@@ -206,6 +206,38 @@ def test_what_fits_is_one_file(make_folder, m3_convert, tmp_path) -> None:
     assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
 
 
+def test_another_number_of_files_by_the_same_name(make_folder, m3_convert, tmp_path) -> None:
+    """A folder would stand for two models, or for the older one."""
+    folder = make_folder()
+    out = tmp_path / "out.gguf"
+    split = m3_convert(folder, out, *OPTIONS, "--split-max-size", "150000", "--json")
+    shards = [Path(path) for path in split.json["files"]]
+    before = {path: path.read_bytes() for path in shards}
+    says = f"and {len(shards) - 1} more: of an earlier conversion with this name, to another number of files; remove"
+    for options in ((), ("--split-max-size", "120000"), ("--dry-run",), ("--restart",)):
+        refused = m3_convert(folder, out, *OPTIONS, *options)
+        assert refused.code == 2 and says in refused.error and str(shards[0]) in refused.error
+    assert {path: path.read_bytes() for path in tmp_path.glob("*.gguf")} == before
+    # As many files again replace them. A part of them that was left is in the way too.
+    assert m3_convert(folder, out, *OPTIONS, "--split-max-size", "150000").code == 0
+    assert {path: path.read_bytes() for path in tmp_path.glob("*.gguf")} == before
+    for path in shards[1:]:
+        path.unlink()
+    refused = m3_convert(folder, out, *OPTIONS)
+    assert refused.error.endswith(
+        f"{shards[0]}: of an earlier conversion with this name, to another number of files; remove it or take another "
+        "name"
+    )
+    shards[0].unlink()
+    assert m3_convert(folder, out, *OPTIONS).code == 0
+    refused = m3_convert(folder, out, *OPTIONS, "--split-max-size", "150000")
+    assert refused.code == 2 and f"{out}: of an earlier conversion with this name" in refused.error
+    out.unlink()
+    # Joined, they may stay.
+    assert m3_convert(folder, out, *OPTIONS, "--split-max-size", "150000").code == 0
+    assert m3_convert(shards[0], out).code == 0
+
+
 def test_a_tensor_that_is_larger(make_folder, m3_convert, tmp_path) -> None:
     folder = make_folder()
     outcome = m3_convert(folder, tmp_path / "m3.gguf", "--split-max-size", "20000", *OPTIONS)

@@ -378,7 +378,7 @@ def test_no_memory(refused: Callable[..., str], tiny_gguf: Path, monkeypatch: py
     message = refused(4, tiny_gguf, "-p", "Hi")
     assert "not enough memory: a context of " in message
     monkeypatch.setattr(memory, "address_space_left", lambda: 1_000)
-    assert "MB to map, the limit on address space leaves 0.0 MB" in refused(4, tiny_gguf, "-p", "Hi")
+    assert "MB to map, the limit on address space leaves 1.0 kB" in refused(4, tiny_gguf, "-p", "Hi")
 
 
 def test_weights_beyond_the_memory_are_said(m3_run: Runner, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch):
