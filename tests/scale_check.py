@@ -16,8 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from large_checkpoint import RELEASE, make_large_checkpoint, working_folder
-from m3_convert.progress import format_bytes
 from m3_convert.text_sample import load_text
+from m3_runtime.quantities import format_bytes
 from scale import ROOT, run
 
 LIMIT = 20 << 30  #: bytes

@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from m3_convert.layered_model import LayeredModel
-from m3_convert.progress import format_bytes
 from m3_runtime.engine import Hparams, Model, Session, SessionOptions
 from m3_runtime.errors import M3Error, MachineError
+from m3_runtime.quantities import format_bytes
 
 Floats = npt.NDArray[np.float32]
 Lists = npt.NDArray[np.int32]
