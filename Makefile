@@ -62,7 +62,7 @@ ifeq ($(shell uname -m),x86_64)
 endif
 %/version.o: ISA := -DM3_VERSION_STRING='"$(VERSION)"'
 
-.PHONY: all native cuda cuda-check install demo test check-native test-gpu test-aarch64 test-lowest lint format oracle golden \
+.PHONY: all native cuda cuda-check install demo test test-programs check-native test-gpu test-aarch64 test-lowest lint format oracle golden \
   scale scale-check bench-convert bench-msa clean nano-data train-nano compare-nano evaluate-nano check-nano
 .SECONDARY:
 all: native
@@ -108,10 +108,13 @@ build/release/cuda/%.o: native/src/cuda/%.cu build/cuda.mk | $(TABLES)
 -include $(CUDA_SOURCES:native/src/%.cu=build/release/%.d)
 
 # Compiles the CUDA code where there is nvcc, with no GPU: what CI can check of it.
-cuda-check: $(TABLES)
-	@if ! command -v $(NVCC) > /dev/null; then echo "cuda-check: no nvcc here, the CUDA code is not compiled"; else \
-	  mkdir -p build/cuda-check && for f in $(CUDA_SOURCES); do echo "NVCC $$f"; \
-	  $(NVCC) $(NVCC_FLAGS) $(call gencode,$(CUDA_CHECK_ARCHS)) -c -o build/cuda-check/$$(basename $$f .cu).o $$f || exit 1; done; fi
+cuda-check: $(if $(shell command -v $(NVCC)),$(CUDA_SOURCES:native/src/cuda/%.cu=build/cuda-check/%.o))
+	$(if $^,,@echo "cuda-check: no nvcc here, the CUDA code is not compiled")
+
+build/cuda-check/%.o: native/src/cuda/%.cu $(CUDA_HEADERS) $(HEADERS) Makefile | $(TABLES)
+	@mkdir -p $(@D)
+	@echo "NVCC $< (check)"
+	$(Q)$(NVCC) $(NVCC_FLAGS) $(call gencode,$(CUDA_CHECK_ARCHS)) -c -o $@ $<
 
 # The codebooks of the IQ types come from the gguf package. setup.py names a Python that has it (the environment of a
 # package build); else it is the one of the virtual environment, which is made first.
@@ -167,7 +170,10 @@ build/asan/tests/%: tests/native/%.c $(C_TEST_HEADERS) $(ASAN_OBJECTS)
 	$(Q)$(CC) $(BASE) $(SANITIZE) -Itests/native -o $@ $< $(ASAN_OBJECTS) -lm
 
 # The C tests, plain and under AddressSanitizer and UndefinedBehaviorSanitizer.
-check-native: $(C_TESTS:%=build/release/tests/%) $(C_TESTS:%=build/asan/tests/%)
+C_TEST_PROGRAMS := $(C_TESTS:%=build/release/tests/%) $(C_TESTS:%=build/asan/tests/%)
+test-programs: $(C_TEST_PROGRAMS)
+
+check-native: $(C_TEST_PROGRAMS)
 	@for t in $^; do echo "== $$t"; $$t || exit 1; done
 
 test: install check-native

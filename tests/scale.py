@@ -23,8 +23,8 @@ import numpy as np
 from large_checkpoint import RELEASE, make_large_checkpoint, working_folder
 from m3_convert.config import parse_config
 from m3_convert.imatrix import Entry, ImportanceMatrix
-from m3_convert.progress import format_bytes
 from m3_convert.tensor_map import tensor_specs
+from m3_runtime.quantities import format_bytes
 from make_checkpoint import CheckpointSpec, make_config
 
 ROOT = Path(__file__).resolve().parents[1]

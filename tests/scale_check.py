@@ -16,7 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from large_checkpoint import RELEASE, make_large_checkpoint, working_folder
-from m3_convert.progress import format_bytes
+from m3_convert.text_sample import load_text
+from m3_runtime.quantities import format_bytes
 from scale import ROOT, run
 
 LIMIT = 20 << 30  #: bytes
@@ -37,7 +38,9 @@ def main() -> int:
         run((folder / "model", folder / "q4_k_m.gguf", "--type", "q4_k_m"))
         print(f"{format_bytes(n_bytes)} written and converted in {time.monotonic() - start:.0f} s", flush=True)
         line = [sys.executable, "-m", "m3_convert.check_cli", folder / "model", folder / "q4_k_m.gguf", "--json"]
-        line += ["--no-thresholds", "--context", arguments.context, "--state", folder / "state"]
+        text = folder / "text.txt"
+        text.write_text(load_text(None).content * 2, encoding="utf-8")  # once it has less than 8,192 tokens
+        line += ["--no-thresholds", "--text", text, "--context", arguments.context, "--state", folder / "state"]
         limited = f"import resource; resource.setrlimit(resource.RLIMIT_DATA, ({LIMIT}, {LIMIT}))"
         start = time.monotonic()
         done = subprocess.run(

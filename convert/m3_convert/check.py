@@ -23,7 +23,6 @@ from m3_convert.layer_walk import CheckResult, walk
 from m3_convert.layered_model import TENSOR_GROUPS, LayeredModel, open_layered
 from m3_convert.mixed_model import MixedModel, group_tensors, same_group
 from m3_convert.model_hash import hash_of, start_hash
-from m3_convert.progress import format_bytes
 from m3_convert.text_sample import load_text, sample_text
 from m3_convert.token_text import TokenText
 from m3_convert.verdict import Thresholds
@@ -34,6 +33,7 @@ from m3_runtime import memory
 from m3_runtime.command import one_line
 from m3_runtime.errors import InputError
 from m3_runtime.native import version
+from m3_runtime.quantities import format_bytes
 from m3_runtime.text import ChatTokenizer
 
 NAME: Final = "m3-check-selection"

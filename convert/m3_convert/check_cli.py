@@ -9,16 +9,16 @@ from typing import Annotated, Final, NoReturn
 import typer
 
 from m3_convert.check import DEFAULT_CONTEXT, GROUPS, NAME, Check, note, run_check
-from m3_convert.output_file import check_output
-from m3_convert.progress import format_bytes, format_seconds
+from m3_convert.output_path import check_output
 from m3_convert.report_json import report_json
 from m3_convert.report_text import print_report
 from m3_convert.verdict import DEFAULT_KLD, DEFAULT_MASS_LOST, Thresholds
 from m3_convert.walker import WalkOptions
+from m3_runtime.choices import ATTENTIONS, CACHE_TYPES, chosen
 from m3_runtime.command import abandon_stdout, guarded, new_app, run
-from m3_runtime.engine import ATTENTIONS, CACHE_TYPES, DEVICES, ISAS
 from m3_runtime.errors import InputError
-from m3_runtime.thread_option import Threads
+from m3_runtime.options import Device, IndexType, Isa, KvType, Threads, Version, one_of
+from m3_runtime.quantities import format_bytes, format_seconds
 
 _HTML: Final = b"<!doctype html"
 
@@ -113,22 +113,33 @@ def check_command(
             help="Leave out logits and the run with the reference's blocks: two runs in place of three.",
         ),
     ] = False,
-    kv_type: Annotated[
-        str, typer.Option("--kv-type", metavar="TYPE", help=f"K/V cache of both models: {', '.join(CACHE_TYPES)}.")
-    ] = "f16",
-    index_type: Annotated[
-        str, typer.Option("--index-type", metavar="TYPE", help="Index keys of both models, one of the same types.")
-    ] = "f32",
+    kv_type: KvType = "f16",
+    index_type: IndexType = "f32",
     candidate_kv_type: Annotated[
-        str | None, typer.Option("--candidate-kv-type", metavar="TYPE", help="K/V cache of the candidate.")
+        str | None,
+        typer.Option(
+            "--candidate-kv-type",
+            metavar="TYPE",
+            callback=one_of(CACHE_TYPES),
+            help="The candidate's alone: --kv-type is that of both.",
+        ),
     ] = None,
     candidate_index_type: Annotated[
-        str | None, typer.Option("--candidate-index-type", metavar="TYPE", help="Index keys of the candidate.")
+        str | None,
+        typer.Option(
+            "--candidate-index-type",
+            metavar="TYPE",
+            callback=one_of(CACHE_TYPES),
+            help="The candidate's alone: --index-type is that of both.",
+        ),
     ] = None,
     candidate_attention: Annotated[
         str,
         typer.Option(
-            "--candidate-attention", metavar="MODE", help="sparse, or dense: the candidate reads every visible block."
+            "--candidate-attention",
+            metavar="|".join(ATTENTIONS),
+            callback=one_of(ATTENTIONS),
+            help="dense: the candidate reads every visible block.",
         ),
     ] = "sparse",
     report: Annotated[
@@ -146,29 +157,23 @@ def check_command(
     restart: Annotated[
         bool, typer.Option("--restart", help="Start anew, whatever an interrupted run of the same check left.")
     ] = False,
-    device: Annotated[
-        str, typer.Option("--device", metavar="DEVICE", help=f"Where the models run: {', '.join(DEVICES)}.")
-    ] = "cpu",
-    isa: Annotated[str, typer.Option("--isa", metavar="ISA", help=f"CPU kernels: {', '.join(ISAS)}.")] = "auto",
+    device: Device = "cpu",
+    isa: Isa = "auto",
     threads: Threads = 0,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the report as JSON, with the numbers by head.")
     ] = False,
+    version: Version = False,
 ) -> int:
-    judges, selects = not no_thresholds, candidate_attention.lower() != "dense"
+    judges, selects = not no_thresholds, candidate_attention != "dense"
     check = Check(
         reference=reference,
         candidate=candidate,
         text=text,
         context=context,
-        reference_options=WalkOptions(
-            _choice("--kv-type", kv_type, CACHE_TYPES), _choice("--index-type", index_type, CACHE_TYPES), threads
-        ),
+        reference_options=WalkOptions(kv_type, index_type, threads),
         candidate_options=WalkOptions(
-            _choice("--candidate-kv-type", candidate_kv_type or kv_type, CACHE_TYPES),
-            _choice("--candidate-index-type", candidate_index_type or index_type, CACHE_TYPES),
-            threads,
-            _choice("--candidate-attention", candidate_attention, ATTENTIONS),
+            candidate_kv_type or kv_type, candidate_index_type or index_type, threads, candidate_attention
         ),
         thresholds=Thresholds(
             _threshold("--min-overlap", min_overlap, None, 1),
@@ -178,10 +183,10 @@ def check_command(
         logits=not selection_only,
         isolate=isolate,
         attribute=attribute,
-        groups=tuple(_choice("--group", name, GROUPS) for name in group or ()),
+        groups=tuple(chosen("--group", name, GROUPS) for name in group or ()),
         state=state,
         restart=restart,
-        device=_choice("--device", device, DEVICES),
+        device=device,
         isa=isa,
     )
     page = None
@@ -225,12 +230,6 @@ def _page_path(out: Path, inputs: list[Path]) -> Path:
         if start and start.lower() != _HTML:
             raise InputError(f"{out}: is there already and is no HTML page, which alone the report may replace")
     return page
-
-
-def _choice(option: str, value: str, known: tuple[str, ...]) -> str:
-    if value.lower() not in known:
-        raise InputError(f"{option} is '{value}', expected one of {', '.join(known)}")
-    return value.lower()
 
 
 def main() -> NoReturn:

@@ -88,23 +88,25 @@ class CheckRuns:
         scores, masses = h.n_index_head * n_blocks * 100, h.n_head * h.top_k * 24
         chunk = min(CHUNK, n_tokens) * (scores + masses + 2 * h.n_embd * 4)
         divergence = self.logits * (1 + free) * n_tokens * 24
-        layers = self._layer_memory(n_tokens)
-        head = self._head_memory(n_tokens) if self.logits else MemoryEstimate(0, 0)
-        own = max(layers.own + chunk, head.own)
-        return MemoryEstimate(states + lists + divergence + own, max(layers.mapped, head.mapped))
+        phases = self._layer_memory(n_tokens, chunk)
+        if self.logits:
+            phases.append(self._head_memory(n_tokens))
+        own = max(phase.own for phase in phases)
+        mapped = max(phase.total for phase in phases) - own
+        return MemoryEstimate(states + lists + divergence + own, mapped)
 
-    def _layer_memory(self, n_tokens: int) -> MemoryEstimate:
-        own = mapped = 0
+    def _layer_memory(self, n_tokens: int, chunk: int) -> list[MemoryEstimate]:
+        """What each layer of each side takes while it is bound; chunk: bytes on top."""
         record = ("blocks", "scores", "mass")
         sides = [(self.reference, self.reference_options, record), (self.candidate, self.candidate_options, ())]
         sides += [(group, self.candidate_options, ()) for group in self.groups]
+        found = []
         for side, options, taps in sides:
             for layer in range(self.hparams.n_layer):
                 session = side.model.memory(**session_options(layer, n_tokens, options, taps)).total
                 owned = side.owned_bytes(layer)
-                own = max(own, session + owned)
-                mapped = max(mapped, side.layer_bytes(layer) - owned)
-        return MemoryEstimate(own, mapped)
+                found.append(MemoryEstimate(session + owned + chunk, side.layer_bytes(layer) - owned))
+        return found
 
     def _head_memory(self, n_tokens: int) -> MemoryEstimate:
         h, rows = self.hparams, self.head_rows(n_tokens)

@@ -1,5 +1,6 @@
 """The command m3-convert."""
 
+import hashlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,21 +11,22 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from m3_convert.disk_room import fits
-from m3_convert.execute import Result, check_output, convert, free_bytes, output_room
+from m3_convert.execute import Result, check_outputs, convert, free_bytes, output_room
 from m3_convert.gguf_file import OutputFile, check_header, header_bytes
 from m3_convert.imatrix import ImportanceMatrix
 from m3_convert.metadata import plan_metadata, template_notes
+from m3_convert.output_path import recipe_path
 from m3_convert.plan import Plan, plan_conversion, tensor_json
 from m3_convert.precision import choose, stored_as
-from m3_convert.progress import format_bytes, format_seconds
 from m3_convert.shard_order import ShardOrder
 from m3_convert.source import open_source
-from m3_convert.split import output_files, parse_size
+from m3_convert.split import output_files
 from m3_convert.stored_name import stored_name
 from m3_convert.supply import Supply, check_discardable
 from m3_runtime.command import guarded, new_app, run
 from m3_runtime.errors import InputError
-from m3_runtime.thread_option import Threads
+from m3_runtime.options import Threads, Version
+from m3_runtime.quantities import format_bytes, format_seconds, parse_size
 
 NAME = "m3-convert"
 
@@ -176,10 +178,11 @@ def convert_command(
     ] = None,
     threads: Threads = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan or the result as JSON.")] = False,
+    version: Version = False,
 ) -> int | None:
     if out is None and not dry_run and explain is None:
         raise InputError("OUT.gguf is missing (it may be left out with --dry-run or --explain)")
-    max_bytes = None if split_max_size is None else parse_size(split_max_size)
+    max_bytes = None if split_max_size is None else parse_size(split_max_size, "--split-max-size")
     choice = replace(
         choose(type_, recipe, rule or ()),
         strict=strict,
@@ -252,11 +255,11 @@ def convert_command(
     notes = plan.coverage.notes() if plan.coverage else ()
     for warning in (*plan.warnings, *_fallback_warnings(plan), *notes):
         print(f"{NAME}: note: {warning}", file=sys.stderr)
+    target = files[0].path
     if out is not None:
-        check_output(plan, out)
-        files = [replace(file, path=check_output(plan, file.path)) for file in files]
+        target, files = check_outputs(plan, files, out)
+        _note_other_recipe(plan, target, recipe)
     if dry_run:
-        target = files[0].path if out is None else check_output(plan, out)
         supply = Supply(opened.shards, ShardOrder.of(files), target, discard=discard_source)
         _print_plan(plan, files, supply, out is not None, as_json)
         return None
@@ -280,6 +283,16 @@ def _check_together(searching: bool, not_with_search: Mapping[str, bool], for_se
                 "--explain": ": ask afterwards, with the recipe that was written",
             }.get(option, "")
             raise InputError(f"{option} does not go with --target-overlap and --max-size{then}")
+
+
+def _note_other_recipe(plan: Plan, target: Path, recipe: Path | None) -> None:
+    """A recipe of an earlier search by the name of the file would be taken for the file's own."""
+    path = recipe_path(target)
+    if not path.is_file() or (recipe is not None and path.samefile(recipe)):
+        return
+    used = plan.choice.recipe.sha256 if plan.choice.recipe else ""
+    if hashlib.sha256(path.read_bytes()).hexdigest() != used:
+        print(f"{NAME}: note: {path} is there already; it is not the recipe of this file", file=sys.stderr)
 
 
 def _total(files: Sequence[OutputFile]) -> int:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from m3_convert.progress import format_bytes
 from m3_runtime.errors import MachineError
+from m3_runtime.quantities import format_bytes
 
 #: Numbers of an OSError for want of space. EFBIG: the limit of the file system or of the shell (ulimit -f).
 DISK_FULL: Final = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))

@@ -39,12 +39,6 @@ MAX_THREADS: Final = 32  #: bounds memory: one thread writes what all of them ma
 # powers of two, so that no later check of the file could tell.
 MAX_MEAN_MAGNITUDE: Final = 10.0
 
-F16_OVERFLOW: Final = 65520.0  #: from here on float16 rounds to infinity
-
-# What the scale of a block, a float16, is multiplied with at most to give its values. 1 where scale or smallest value
-# may be as large as the values.
-SCALE_REACH: Final = {TensorType.Q4_0: 8, TensorType.Q5_0: 16, TensorType.Q8_0: 127}
-
 Bad = Callable[[Values], npt.NDArray[np.bool_]]
 
 
@@ -242,8 +236,6 @@ def _encode_values(rows: _Rows, values: Values) -> Bytes:
             return values.view(np.uint8)
         case TensorType.BF16 if rows.matrix.is_fp8:
             return _exact_bf16(values)
-        case TensorType.BF16 | TensorType.MXFP4:
-            pass
         case _:
             _check_overflow(rows.type, values)
     if rows.bounded and lost(rows.type, values).any():
@@ -280,10 +272,7 @@ def _exact_bf16(values: Values) -> Bytes:
 
 
 def _check_overflow(type_: TensorType, values: Values) -> None:
-    divisor = np.float32(SCALE_REACH.get(type_, 1))
-    if max(values.max(), -values.min()) / divisor >= F16_OVERFLOW:
-        raise _RefusedError(
-            f"values overflow {type_.name}",
-            lambda v: np.abs(v) / divisor >= F16_OVERFLOW,
-            "; BF16 and F32 hold them",
-        )
+    largest = np.float32(type_.largest)
+    if max(values.max(), -values.min()) > largest:
+        holds = "F32 holds" if type_ is TensorType.BF16 else "BF16 and F32 hold"
+        raise _RefusedError(f"values overflow {type_.name}", lambda v: np.abs(v) > largest, f"; {holds} them")

@@ -11,7 +11,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,15 +20,17 @@ from m3_convert.decode import SourceLostError
 from m3_convert.disk_room import DISK_FULL, Room, check_rooms
 from m3_convert.encode import Encoder
 from m3_convert.gguf_file import OutputFile
-from m3_convert.journal import JOURNAL_SUFFIX, Journal, basis_of
-from m3_convert.output_file import output_path, part_path
+from m3_convert.journal import Journal, basis_of, journal_path, locked
+from m3_convert.output_path import output_path, part_path
 from m3_convert.part_file import DamagedError, PartFile, check_parts
 from m3_convert.plan import Plan
-from m3_convert.progress import format_bytes, progress
+from m3_convert.progress import progress
 from m3_convert.shard_order import ReleasePoints, ShardOrder
+from m3_convert.split import other_division
 from m3_convert.supply import Supply, check_discardable
 from m3_runtime.engine import GGUF
 from m3_runtime.errors import InputError, M3Error, MachineError
+from m3_runtime.quantities import format_bytes
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,42 @@ class Result:
 def check_output(plan: Plan, out: Path) -> Path:
     """The path that OUT stands for, links followed. Raises InputError if no file can be put there."""
     return output_path(out, "the GGUF", (*plan.source.files, *plan.inputs))
+
+
+def check_outputs(plan: Plan, files: Sequence[OutputFile], out: Path) -> tuple[Path, list[OutputFile]]:
+    """The path that OUT stands for, and the files with the paths that theirs stand for.
+
+    Raises InputError as `check_output` does, and for a model of this name in another number of files, beside which the
+    new one would lie: a folder would stand for the wrong one, or for two. The source itself may be that model.
+    """
+    target = check_output(plan, out)
+    placed = [replace(file, path=check_output(plan, file.path)) for file in files]
+    sources = [path for path in plan.source.files if path.exists()]
+    others = [path for path in other_division(target, placed) if not any(map(path.samefile, sources))]
+    if others:
+        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+        them = "them" if more else "it"
+        raise InputError(
+            f"{others[0]}{more}: of an earlier conversion with this name, to another number of files; remove {them} or "
+            "take another name"
+        )
+    return target, placed
+
+
+@contextmanager
+def hold_output(target: Path) -> Iterator[None]:
+    """Keeps conversions and searches of other processes off a file while the block lasts.
+
+    target: as from `check_output`. Raises InputError if one of them is at work on it, and what an output that cannot be
+    written does.
+    """
+    path = journal_path(target)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked(path))
+        except OSError as error:
+            raise _write_error(path, error, kept=False) from error
+        yield
 
 
 def free_bytes(targets: Sequence[Path]) -> int:
@@ -79,16 +117,15 @@ def convert(
     threads: for quantization, 0 takes all cores. restart: what an earlier call left is given up. discard_source: shards
     on the Hub are kept only while they are needed.
     Raises InputError for types that need an importance matrix, broken values in the source (see `Encoder.slabs`), an
-    output that cannot be written, what an earlier call left if it does not belong to this one, and other files in the
-    way of part files and journal;
+    output that cannot be written (see `check_outputs`), what an earlier call left if it does not belong to this one,
+    and other files in the way of part files and journal;
     MachineError if the disk is or gets full.
     """
     start = time.monotonic()
     plan.check_importance()
     if discard_source:
         check_discardable(plan.source.shards)
-    target = check_output(plan, out)
-    files = [replace(file, path=check_output(plan, file.path)) for file in files]
+    target, files = check_outputs(plan, files, out)
     n_bytes = sum(file.n_bytes for file in files)
     with _journal(target, plan, files, restart=restart) as journal:
         resumed = journal.done
@@ -116,7 +153,7 @@ def _say(*lines: str) -> None:
 
 
 def _journal(target: Path, plan: Plan, files: Sequence[OutputFile], *, restart: bool) -> Journal:
-    path = target.with_name(target.name + JOURNAL_SUFFIX)
+    path = journal_path(target)
     try:
         return Journal(path, basis_of(plan, files), restart=restart, check_parts=partial(check_parts, files))
     except OSError as error:

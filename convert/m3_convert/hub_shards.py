@@ -16,9 +16,10 @@ from m3_convert.disk_room import Room
 from m3_convert.hub import REQUESTS, Repository, RepositoryFile
 from m3_convert.hub_failure import error_text, hub_error, retried
 from m3_convert.hub_file import HubFile, RangeError
-from m3_convert.progress import DownloadLines, Downloads, format_bytes
+from m3_convert.progress import DownloadLines, Downloads
 from m3_runtime.command import one_line
 from m3_runtime.errors import InputError, MachineError
+from m3_runtime.quantities import format_bytes
 
 HEADER_GUESS: Final = 1 << 17  #: bytes that hold most headers
 MAX_HEADER: Final = 100_000_000  #: bytes; what the safetensors library allows

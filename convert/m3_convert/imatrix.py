@@ -7,7 +7,6 @@ whole weight and is read too.
 """
 
 import hashlib
-import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +18,8 @@ from gguf import GGUFWriter
 
 from m3_convert.disk_room import DISK_FAULTS
 from m3_convert.imatrix_dat import is_gguf, read_dat
-from m3_convert.output_file import part_path
+from m3_convert.output_path import part_path
+from m3_convert.whole_file import whole_file
 from m3_runtime.errors import InputError, MachineError
 from m3_runtime.gguf_reader import GGUF, Tensor
 from m3_runtime.quantize import TensorType, type_name
@@ -179,23 +179,16 @@ class ImportanceMatrix:
         """
         for name, entry in self.entries.items():
             _check_values(f"{self.name}: {name}", entry)
-        part = part_path(path)
         try:
-            self._write(part)
-            with part.open("rb") as file:
-                os.fsync(file.fileno())
-                size = os.fstat(file.fileno()).st_size
-            part.replace(path)
-        except BaseException as error:
-            part.unlink(missing_ok=True)
-            if isinstance(error, OSError):
-                # NumPy says of a short write only that it was one.
-                full = error.errno is None or error.errno in DISK_FAULTS
-                kind = MachineError if full else InputError
-                why = error.strerror or f"the disk is full: {error}"
-                raise kind(f"{part}: cannot be written: {why}; nothing was kept") from error
-            raise
-        return size
+            with whole_file(path) as part:
+                self._write(part)
+                return part.stat().st_size
+        except OSError as error:
+            # NumPy says of a short write only that it was one.
+            full = error.errno is None or error.errno in DISK_FAULTS
+            kind = MachineError if full else InputError
+            why = error.strerror or f"the disk is full: {error}"
+            raise kind(f"{part_path(path)}: cannot be written: {why}; nothing was kept") from error
 
     def _write(self, path: Path) -> None:
         writer = GGUFWriter(path, "")

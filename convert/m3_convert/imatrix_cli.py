@@ -18,22 +18,22 @@ from m3_convert.imatrix_collect import (
     default_context,
     estimate_memory,
     expert_reach,
+    few_tokens,
     work,
 )
 from m3_convert.layered_model import LayeredModel, open_layered
-from m3_convert.output_file import check_output
-from m3_convert.progress import format_bytes, format_seconds
+from m3_convert.output_path import check_output
 from m3_convert.stored_name import stored_name
 from m3_convert.text_sample import TextSample, load_text, sample_text
 from m3_convert.walk_progress import layer_stages, walk_progress
 from m3_convert.walker import WalkOptions, check_memory
 from m3_runtime import memory
 from m3_runtime.command import guarded, new_app, one_line, run
-from m3_runtime.engine import CACHE_TYPES, ISAS
 from m3_runtime.errors import InputError
 from m3_runtime.native import version
+from m3_runtime.options import IndexType, Isa, KvType, Threads, Version
+from m3_runtime.quantities import format_bytes, format_seconds
 from m3_runtime.text import ChatTokenizer
-from m3_runtime.thread_option import Threads
 
 NAME = "m3-imatrix"
 _LISTED = 12  #: experts that are named in the report for people
@@ -92,18 +92,15 @@ def imatrix_command(
     chunks: Annotated[
         int | None, typer.Option("--chunks", metavar="N", min=1, help="Read at most so many chunks of the text.")
     ] = None,
-    kv_type: Annotated[
-        str, typer.Option("--kv-type", metavar="TYPE", help=f"K/V cache: {', '.join(CACHE_TYPES)}.")
-    ] = "f16",
-    index_type: Annotated[
-        str, typer.Option("--index-type", metavar="TYPE", help="Index keys, one of the same types.")
-    ] = "f32",
-    isa: Annotated[str, typer.Option("--isa", metavar="ISA", help=f"CPU kernels: {', '.join(ISAS)}.")] = "auto",
+    kv_type: KvType = "f16",
+    index_type: IndexType = "f32",
+    isa: Isa = "auto",
     threads: Threads = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    show_version: Version = False,
 ) -> None:
     start = time.monotonic()
-    options = WalkOptions(_cache_type("--kv-type", kv_type), _cache_type("--index-type", index_type), threads)
+    options = WalkOptions(kv_type, index_type, threads)
     target = check_output(out, "the importance matrix", [source, text])
     text_name = stored_name(text, "text")
     content = load_text(text)
@@ -115,8 +112,6 @@ def imatrix_command(
         sample = sample_text(content, _tokenizer(model), n * chunks if chunks else max(content.n_bytes, 1))
         if not sample.ids:
             raise InputError(f"{text}: the text is empty")
-        if len(sample.ids) == 1:
-            _note("note: the text is one token: what it tells is of no use for quantization, which needs thousands")
         estimated = _estimate(model, len(sample.ids), n, options)
         stages = layer_stages(model.hparams.n_layer, work(model, len(sample.ids)))
         with walk_progress(NAME, stages, sys.stderr) as advance:
@@ -137,18 +132,14 @@ def imatrix_command(
             peak_bytes=memory.peak_resident_bytes(),
             seconds=time.monotonic() - start,
         )
+        if few := few_tokens(len(sample.ids), model.hparams, report.reach):
+            _note(few)
     _note(f"done in {format_seconds(report.seconds)}, peak memory {format_bytes(report.peak_bytes)}")
     print(json.dumps(_as_json(report), indent=2) if as_json else "\n".join(_lines(report)))
 
 
 def _note(text: str) -> None:
     print(f"{NAME}: {one_line(text)}", file=sys.stderr, flush=True)
-
-
-def _cache_type(option: str, value: str) -> str:
-    if value.lower() not in CACHE_TYPES:
-        raise InputError(f"{option} is '{value}', expected one of {', '.join(CACHE_TYPES)}")
-    return value.lower()
 
 
 def _tokenizer(model: LayeredModel) -> ChatTokenizer:

@@ -22,6 +22,11 @@ _EMBEDDINGS = "token_embd.weight"  # looked up, multiplied with nothing
 _HEAD = "output.weight"
 _SMALLEST_DEFAULT = 512
 
+# Rows that an expert should get in the mean. The mean of the squares of n normally distributed numbers is off by
+# sqrt(2 / n) of itself: a tenth for 200. That much is small beside the factors by which columns differ; with a handful
+# of rows the weights of a rarely chosen expert are chance. In MiniMax-M3 (4 of 128 experts) it is 6,400 tokens.
+_USEFUL_ROWS = 200
+
 
 @dataclass(frozen=True)
 class ExpertReach:
@@ -109,6 +114,23 @@ def estimate_memory(model: LayeredModel, n_tokens: int, context: int, options: W
         layers = max(layers, session + (0 if model.mapped else weights))
         mapped = max(mapped, weights if model.mapped else 0)
     return MemoryEstimate(layers + states + sums + chunk, mapped)
+
+
+def useful_tokens(hparams: Hparams) -> int:
+    """Tokens below which a text says too little of what each expert gets."""
+    return -(-_USEFUL_ROWS * hparams.n_expert // hparams.n_expert_used)
+
+
+def few_tokens(n_tokens: int, hparams: Hparams, reach: ExpertReach) -> str | None:
+    """What is to be said of a text that is too short, None for a longer one."""
+    useful = useful_tokens(hparams)
+    if n_tokens >= useful:
+        return None
+    tokens = "1 token is" if n_tokens == 1 else f"{n_tokens} tokens are"
+    return (
+        f"note: {tokens} too few to tell columns apart, {useful} or more would do; {len(reach.unreached)} of "
+        f"{reach.experts} experts were never reached"
+    )
 
 
 def expert_reach(entries: Mapping[str, Entry]) -> ExpertReach:

@@ -10,7 +10,8 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
@@ -18,15 +19,20 @@ from typing import Any, Final, Self
 
 from m3_convert.checkpoint import listed
 from m3_convert.gguf_file import OutputFile
-from m3_convert.output_file import part_path
+from m3_convert.output_path import part_path
 from m3_convert.plan import Plan, PlannedTensor
 from m3_runtime.errors import InputError
 from m3_runtime.native import LIBRARY_FOLDER, version
 
-JOURNAL_SUFFIX: Final = ".journal"
+_SUFFIX: Final = ".journal"
 MAX_BYTES: Final = 1 << 24  #: of a journal: a line for each quarter of a GiB stays far below
 
 _BEGINNING: Final = b'{"program": '  # of every journal, whatever its version
+
+
+def journal_path(target: Path) -> Path:
+    """The journal of the conversion to a file."""
+    return target.with_name(target.name + _SUFFIX)
 
 
 @dataclass(frozen=True)
@@ -103,10 +109,9 @@ class Journal:
         """
         self.path = path
         self._files = tuple(basis.files)
-        # Not truncated before it is locked: it may be the work of another process in progress.
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        self._file = _open(path)
         try:
-            self._lock()
+            _lock(self._file, path)
             stored, self.done, end = self._read(lenient=restart)
             if stored is not None and not restart and (changes := basis.changes(stored)):
                 raise InputError(
@@ -148,17 +153,6 @@ class Journal:
     ) -> None:
         os.close(self._file)
 
-    def _lock(self) -> None:
-        # Some network file systems have no locks. The lock only guards against two runs with one output.
-        try:
-            with contextlib.suppress(OSError):
-                _lock_file(self._file)
-            # Another process may have finished and removed it between the opening and the lock.
-            if not self.path.exists() or self.path.stat().st_ino != os.fstat(self._file).st_ino:
-                raise _LockedError
-        except _LockedError as error:
-            raise InputError(f"{self.path}: another process is writing it") from error
-
     def _check_parts(self, check: Callable[[Collection[str]], None], stored: Basis | None) -> None:
         try:
             check(stored.files if stored else ())
@@ -172,9 +166,7 @@ class Journal:
 
         lenient: as good as empty if it is a journal that cannot be read.
         """
-        content = os.pread(self._file, MAX_BYTES, 0)
-        if content[: len(_BEGINNING)] != _BEGINNING[: len(content)]:
-            raise InputError(f"{self.path}: is there already and no journal of m3-convert; remove it or rename it")
+        content = _content(self._file, self.path)
         whole = content[: content.rfind(b"\n") + 1]
         lines = whole.splitlines()
         if not lines:
@@ -221,8 +213,45 @@ class Journal:
         os.fsync(self._file)
 
 
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Holds the lock of the journal at `path` for what leads to the same output without being a conversion to it.
+
+    What an interrupted conversion left there stays as it is. Raises InputError as `Journal` does for another process at
+    work and for another kind of file, OSError if no file can be there.
+    """
+    file = _open(path)
+    try:
+        _lock(file, path)
+        try:
+            _content(file, path)
+            yield
+        finally:
+            if os.fstat(file).st_size == 0:  # made above
+                path.unlink(missing_ok=True)
+    finally:
+        os.close(file)
+
+
 class _LockedError(Exception):
     """Another process holds the lock of the file."""
+
+
+def _open(path: Path) -> int:
+    # Not truncated before it is locked: it may be the work of another process in progress.
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+
+
+def _lock(file: int, path: Path) -> None:
+    # Some network file systems have no locks. The lock only guards against two runs with one output.
+    try:
+        with contextlib.suppress(OSError):
+            _lock_file(file)
+        # Another process may have finished and removed it between the opening and the lock.
+        if not path.exists() or path.stat().st_ino != os.fstat(file).st_ino:
+            raise _LockedError
+    except _LockedError as error:
+        raise InputError(f"{path}: another process is writing it") from error
 
 
 def _lock_file(file: int) -> None:
@@ -230,6 +259,13 @@ def _lock_file(file: int) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise _LockedError from error
+
+
+def _content(file: int, path: Path) -> bytes:
+    content = os.pread(file, MAX_BYTES, 0)
+    if content[: len(_BEGINNING)] != _BEGINNING[: len(content)]:
+        raise InputError(f"{path}: is there already and no journal of m3-convert; remove it or rename it")
+    return content
 
 
 def _shown(basis: Basis) -> str:

@@ -4,7 +4,7 @@ import math
 import re
 from typing import Final
 
-from m3_convert.progress import format_bytes
+from m3_runtime.quantities import format_bytes
 
 NONE: Final = "\u2013"  #: stands for a value that does not exist
 _MINUS: Final = "\u2212"

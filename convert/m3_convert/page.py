@@ -13,9 +13,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from m3_convert import figure, notation
 from m3_convert.disk_room import DISK_FAULTS
-from m3_convert.output_file import part_path
-from m3_convert.progress import format_bytes, format_seconds
+from m3_convert.whole_file import whole_file
 from m3_runtime.errors import InputError, MachineError
+from m3_runtime.quantities import format_bytes, format_seconds
 
 Json = Mapping[str, Any]
 
@@ -29,13 +29,9 @@ def write_page(report: Json, path: Path) -> None:
     Raises InputError if the file cannot be written, MachineError if the disk is full or fails.
     """
     text = render_page(report)
-    part = part_path(path)
     try:
-        try:
+        with whole_file(path) as part:
             part.write_text(text, encoding="utf-8", newline="\n")
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
     except OSError as error:
         kind = MachineError if error.errno in DISK_FAULTS else InputError
         raise kind(f"{path}: the report cannot be written: {error.strerror}; nothing was kept") from error

@@ -8,7 +8,7 @@ from typing import Final
 from m3_convert.encode import Encoder
 from m3_convert.gguf_file import OutputFile
 from m3_convert.journal import Journal
-from m3_convert.output_file import part_path
+from m3_convert.output_path import part_path
 from m3_convert.plan import PlannedTensor, aligned
 from m3_convert.shard_order import ReleasePoints
 from m3_runtime.errors import InputError

@@ -9,6 +9,8 @@ from typing import Protocol, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from m3_runtime.quantities import format_bytes, format_seconds
+
 LINE_SECONDS = 3.0
 
 
@@ -49,27 +51,6 @@ def progress(
     lines = _Lines(name, total, stream, start)
     yield lines.advance, DownloadLines(stream)
     lines.finish()
-
-
-def format_bytes(n: float) -> str:
-    """A size for people, in powers of 1000: "999 bytes", "1.2 MB", "795.5 GB"."""
-    if n < 1000:
-        return f"{n:.0f} bytes"
-    for unit in ("kB", "MB", "GB"):
-        n /= 1000
-        if n < 999.95:
-            return f"{n:.1f} {unit}"
-    return f"{n / 1000:.1f} TB"
-
-
-def format_seconds(seconds: float) -> str:
-    """A duration for people: "4.2 s", "2:05 min", "1:02:05 h"."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes}:{rest:02} min"
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02} h"
 
 
 def _bar(stream: TextIO) -> Progress:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Final
 
-from m3_convert.progress import format_bytes
 from m3_convert.sensitivity import kind_of
 from m3_convert.tensor_map import layer_of
+from m3_runtime.quantities import format_bytes
 from m3_runtime.quantize import TensorType
 
 _WIDTH: Final = 116

@@ -27,29 +27,9 @@ from m3_runtime.errors import InputError
 from m3_runtime.gguf_reader import SPLIT_ID
 from m3_runtime.native import lib
 
-SIZE_UNITS: Final = {"": 1, "M": 10**6, "G": 10**9}
 MAX_FILES: Final = int(lib.M3_MAX_FILES)
-MAX_SIZE: Final = 2**63 - 1  #: bytes of a file, on any system
 
-_SIZE = re.compile(r"0*([0-9]+)([MG]?)", re.IGNORECASE)
 _NO_ID: Final = "0" * 64  # as long as one
-_SHOWN: Final = 30  # characters of an option
-
-
-def parse_size(text: str, option: str = "--split-max-size") -> int:
-    """Bytes that "500M", "40G" or "123456789" stand for, in powers of 1000. Raises InputError for anything else.
-
-    option: that has the value, for messages.
-    """
-    match = _SIZE.fullmatch(text)
-    shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-    if match is None or match[1] == "0":
-        raise InputError(f"{option} {shown}: expected a number of bytes above 0, or one followed by M or G")
-    n_digits = len(match[1])
-    size = int(match[1]) * SIZE_UNITS[match[2].upper()] if n_digits <= len(str(MAX_SIZE)) else MAX_SIZE + 1
-    if size > MAX_SIZE:
-        raise InputError(f"{option} {shown}: more than a file can have, expected at most {MAX_SIZE} bytes")
-    return size
 
 
 def output_files(plan: Plan, metadata: Metadata, whole: OutputFile, max_bytes: int | None = None) -> list[OutputFile]:
@@ -72,6 +52,14 @@ def output_files(plan: Plan, metadata: Metadata, whole: OutputFile, max_bytes: i
 def shard_path(out: Path, no: int, count: int) -> Path:
     """The name of file `no` (from 0) of `count`."""
     return out.with_name(f"{out.name.removesuffix('.gguf')}-{no + 1:05}-of-{count:05}.gguf")
+
+
+def other_division(out: Path, files: Sequence[OutputFile]) -> list[Path]:
+    """Files beside `out` that are of a model of its name in another number of files than `files`, in order."""
+    own = {file.path.name for file in files}
+    shard = re.compile(re.escape(out.name.removesuffix(".gguf")) + r"-\d{5}-of-\d{5}\.gguf")
+    found = [path for path in out.parent.iterdir() if path.name not in own]
+    return sorted(path for path in found if path.name == out.name or shard.fullmatch(path.name))
 
 
 def split_id(plan: Plan, whole: OutputFile, sizes: Sequence[int]) -> str:

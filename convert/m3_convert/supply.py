@@ -9,11 +9,12 @@ from typing import Any
 
 from m3_convert.disk_room import Room, fits
 from m3_convert.hub_shards import HubShards
-from m3_convert.progress import Downloads, format_bytes
+from m3_convert.progress import Downloads
 from m3_convert.shard_order import ShardOrder
 from m3_convert.shards import Shards
 from m3_convert.temporary_shards import FOLDER_SUFFIX, TemporaryShards
 from m3_runtime.errors import InputError
+from m3_runtime.quantities import format_bytes
 
 
 @dataclass(frozen=True)

@@ -15,33 +15,35 @@ import numpy.typing as npt
 
 from m3_convert.check import DEFAULT_CONTEXT
 from m3_convert.comparable import check_choice
-from m3_convert.execute import check_output
-from m3_convert.gguf_file import header_bytes
+from m3_convert.execute import check_outputs, hold_output
+from m3_convert.gguf_file import OutputFile, header_bytes
 from m3_convert.imatrix import ImportanceMatrix
-from m3_convert.imatrix_collect import collect, default_context, estimate_memory, work
+from m3_convert.imatrix_collect import collect, default_context, estimate_memory, expert_reach, few_tokens, work
 from m3_convert.journal import library_hash
 from m3_convert.layered_model import LayeredModel, open_layered
 from m3_convert.metadata import plan_metadata
 from m3_convert.notation import share
-from m3_convert.output_file import check_output as check_small_output
+from m3_convert.output_path import check_output as check_small_output
+from m3_convert.output_path import imatrix_path, recipe_path
 from m3_convert.plan import Plan, plan_conversion
 from m3_convert.precision import TypeChoice, choose
-from m3_convert.progress import format_bytes
 from m3_convert.recipe import recipe_names
 from m3_convert.source import Source, open_source
 from m3_convert.stored_name import stored_name
 from m3_convert.target_report import print_found, target_json
 from m3_convert.target_search import Found, Search, Target
 from m3_convert.text_sample import Text, load_text, sample_text
-from m3_convert.trial import Trials, imatrix_path, recipe_path
-from m3_convert.trial_check import Checks, write_whole
+from m3_convert.trial import Trials
+from m3_convert.trial_check import Checks
 from m3_convert.walk_progress import layer_stages, walk_progress
 from m3_convert.walk_state import default_folder, prepare_folder, state_folder
 from m3_convert.walker import WalkOptions, check_memory
+from m3_convert.whole_file import write_whole
 from m3_runtime import memory
 from m3_runtime.command import one_line
-from m3_runtime.errors import ExitCode, InputError
+from m3_runtime.errors import ExitCode, InputError, MachineError
 from m3_runtime.native import version
+from m3_runtime.quantities import format_bytes
 from m3_runtime.text import ChatTokenizer
 
 NAME: Final = "m3-convert"
@@ -93,22 +95,24 @@ def search_target(request: TargetRequest) -> int:
     source = open_source(request.source)
     text = load_text(request.text)
     base = _base(source, request)
-    out = check_output(base, request.out)
+    out, _ = check_outputs(base, [OutputFile(request.out, b"", ())], request.out)
     inputs = [Path(request.source), request.text, *base.inputs]
     targets = [recipe_path(out), *([] if request.imatrix else [imatrix_path(out)])]
     for path in targets:
         check_small_output(path, "the recipe" if path.suffix == ".toml" else "the importance matrix", inputs)
         stored_name(path, "file")
     options = WalkOptions(threads=request.threads)
-    with open_layered(Path(request.source), threads=request.threads) as reference:
+    with hold_output(out), open_layered(Path(request.source), threads=request.threads) as reference:
         for line in dict.fromkeys((*reference.notes, *base.warnings)):
             _note(f"note: {line}")
         tokenizer = _tokenizer(reference)
         ids = _ids(text, tokenizer, _context(request.context, reference), reference)
         given = None if request.imatrix is None else ImportanceMatrix.load(request.imatrix)
         folder = _folder(request, reference, ids, given)
-        with _resumable(folder):
-            trials = Trials(source, base.choice, out, folder, request.threads, base.inputs)
+        if request.imatrix and (other := imatrix_path(out)).exists() and not other.samefile(request.imatrix):
+            _note(f"note: {other} is there already; it is not the importance matrix of this file")
+        trials = Trials(source, base.choice, out, folder, request.threads, base.inputs)
+        with _resumable(trials):
             if request.restart:
                 trials.forget()
             matrix = given or _importance(reference, text, tokenizer, options, folder, imatrix_path(out))
@@ -233,11 +237,16 @@ def _folder(
 
 
 @contextmanager
-def _resumable(folder: Path) -> Iterator[None]:
+def _resumable(trials: Trials) -> Iterator[None]:
+    """Says what stays if the search ends before its time, for a reason that may be gone the next time."""
     try:
         yield
-    except (KeyboardInterrupt, SystemExit):
-        _note(f"the same command goes on from here; what was measured is in {folder}")
+    except (KeyboardInterrupt, SystemExit, MachineError):
+        left = " and ".join(map(str, trials.left()))
+        kept = f", the file to be checked in {left}" if left else ""
+        _note(
+            f"the same command goes on from here (--restart starts anew): what was measured is in {trials.folder}{kept}"
+        )
         raise
 
 
@@ -254,6 +263,8 @@ def _importance(
         stages = layer_stages(reference.hparams.n_layer, work(reference, len(ids)))
         with walk_progress(f"{NAME}: importance", stages, sys.stderr) as advance:
             entries = collect(reference, ids, context, options, advance)
+        if few := few_tokens(len(ids), reference.hparams, expert_reach(entries)):
+            _note(few)
         name = Path(text.name).name
         ImportanceMatrix(str(path), entries, (name,), -(-len(ids) // context), context).save(stored)
     return replace(ImportanceMatrix.load(stored), name=str(path))

@@ -8,7 +8,8 @@ bytes     of the file
 recipe_sha256
 base      {"name", "bytes", "outcome": null if it was not checked, because it is too large}
 outcome   {"kld": nats, "top1": share of positions with the same most likely token, "overlap_mean",
-           "worst": {"layer", "head", "overlap"}, "mass_lost": mean, "worst_mass": of a query head}: beside the source
+           "worst": {"layer", "head", "overlap"}, "mass_lost": mean, "worst_mass": of the query head that loses most,
+           "worst_mass_at": {"layer", "query_head"}}: beside the source
 rounds    [{"bytes", "outcome"}]: all files that were made and checked
 types     {type: number of tensors}
 seconds   wall time of this run
@@ -23,15 +24,19 @@ from rich.console import Console
 from rich.table import Table
 
 from m3_convert.notation import decimal, percent, share
-from m3_convert.progress import format_bytes, format_seconds
+from m3_convert.output_path import recipe_path
 from m3_convert.target_search import Candidate, Found, Target
-from m3_convert.trial import recipe_path
 from m3_convert.trial_check import Outcome
+from m3_runtime.quantities import format_bytes, format_seconds
 
 Json = dict[str, Any]
 
 SCHEMA_VERSION: Final = 1
 _WIDTH: Final = 120
+_LEGEND: Final = (
+    "worst head, query head: the layer/head with the lowest mean overlap, and the one that loses most of the "
+    "reference's attention"
+)
 
 
 def target_json(target: Target, found: Found, base: str, out: Path | None, seconds: float) -> Json:
@@ -63,7 +68,7 @@ def print_found(report: Mapping[str, Any], stream: TextIO) -> None:
     console.width = max(console.width, _WIDTH)
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("", no_wrap=True)
-    for name in ("size", "overlap", "worst head", "mass lost", "KL", "same top-1"):
+    for name in ("size", "overlap", "worst head", "query head", "KL", "same top-1"):
         table.add_column(name, justify="right", no_wrap=True)
     base = report["base"]
     table.add_row(base["name"], format_bytes(base["bytes"]), *_cells(base["outcome"]))
@@ -74,6 +79,7 @@ def print_found(report: Mapping[str, Any], stream: TextIO) -> None:
         goal = f"{report['bytes']} of {target['max_bytes']} bytes"
     else:
         goal = f"worst head {share(report['outcome']['worst']['overlap'])}, {target['min_overlap']:g} asked for"
+    console.print(_LEGEND, markup=False, highlight=False, soft_wrap=True)
     where = f"{report['file']} and {report['recipe']}" if report["file"] else "nothing was written"
     console.print(
         f"{where}: {goal}; {len(report['rounds'])} files checked, {format_seconds(report['seconds'])}",
@@ -86,11 +92,11 @@ def print_found(report: Mapping[str, Any], stream: TextIO) -> None:
 def _cells(outcome: Mapping[str, Any] | None) -> list[str]:
     if outcome is None:
         return ["too large", "", "", "", ""]
-    worst = outcome["worst"]
+    worst, mass_at = outcome["worst"], outcome["worst_mass_at"]
     return [
         share(outcome["overlap_mean"]),
         f"{worst['layer']}/{worst['head']}: {share(worst['overlap'])}",
-        percent(outcome["mass_lost"]),
+        f"{mass_at['layer']}/{mass_at['query_head']}: {percent(outcome['worst_mass'])}",
         decimal(outcome["kld"]),
         percent(outcome["top1"]),
     ]
@@ -105,6 +111,7 @@ def _outcome(outcome: Outcome) -> Json:
         "worst": {"layer": worst.layer, "head": worst.head, "overlap": worst.overlap},
         "mass_lost": outcome.mass_lost,
         "worst_mass": outcome.worst_mass,
+        "worst_mass_at": dict(zip(("layer", "query_head"), outcome.worst_mass_at, strict=True)),
     }
 
 

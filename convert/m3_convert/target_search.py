@@ -25,17 +25,18 @@ from m3_convert.decode import SourceReader
 from m3_convert.imatrix import ImportanceMatrix
 from m3_convert.plan import Plan
 from m3_convert.precision import always_f32, is_index_projection
-from m3_convert.progress import format_bytes
 from m3_convert.recipe import Recipe
 from m3_convert.recipe_text import FoundTensor, recipe_text
 from m3_convert.rounding_error import rounding_errors
 from m3_convert.sensitivity import Lanes, sensitivities
 from m3_convert.target_solution import AIM, Calibration, Landscape, Types
 from m3_convert.trial import Trials, types_of
-from m3_convert.trial_check import Checks, Outcome, write_whole
+from m3_convert.trial_check import Checks, Outcome
 from m3_convert.type_ladder import Ladder, flat, free_tensors, ladder, tensor_bytes
 from m3_convert.walk_progress import walk_progress
+from m3_convert.whole_file import write_whole
 from m3_runtime.errors import InputError
+from m3_runtime.quantities import format_bytes
 from m3_runtime.quantize import TensorType
 
 ROUNDS: Final = 4  #: files that are made and checked for an overlap, at most

@@ -21,9 +21,9 @@ from m3_convert.disk_room import DISK_FULL, Room
 from m3_convert.hub_file import HubFile
 from m3_convert.hub_shards import HubShards, download_error, wrong_digest
 from m3_convert.part_file import write_all
-from m3_convert.progress import format_bytes
 from m3_convert.shard_order import ShardOrder
 from m3_runtime.errors import MachineError
+from m3_runtime.quantities import format_bytes
 
 FOLDER_SUFFIX: Final = ".source"
 PIECE_BYTES: Final = 1 << 25  #: of a request: smaller ones meet the Hub's limit on requests, larger ones take memory

@@ -11,12 +11,14 @@ from pathlib import Path
 from m3_convert.execute import convert
 from m3_convert.gguf_file import OutputFile, check_header, header_bytes
 from m3_convert.imatrix import ImportanceMatrix
+from m3_convert.journal import journal_path
 from m3_convert.metadata import plan_metadata
+from m3_convert.output_path import part_path, recipe_path
 from m3_convert.plan import Plan, plan_conversion
 from m3_convert.precision import TypeChoice
 from m3_convert.recipe import Recipe, parse_recipe
 from m3_convert.source import Source
-from m3_convert.trial_check import write_whole
+from m3_convert.whole_file import write_whole
 from m3_runtime.errors import InputError
 from m3_runtime.quantize import TensorType
 
@@ -78,15 +80,20 @@ class Trials:
         self._write_note({"recipe": recipe.sha256, "state": self._state()})
         return self.path
 
+    def left(self) -> list[Path]:
+        """Files of a trial that are there, if a search has made them."""
+        files = (self.path, part_path(self.path), journal_path(self.path))
+        return [path for path in files if path.exists()] if self._note() else []
+
     def remove(self) -> None:
         """Nothing is left of the trials."""
-        self.path.unlink(missing_ok=True)
+        for path in self.left():
+            path.unlink(missing_ok=True)
         self._note_path.unlink(missing_ok=True)
 
     def forget(self) -> None:
         """Nothing is left of what earlier searches found, nor of the file that the last one was at."""
-        if self._note():
-            self.remove()
+        self.remove()
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True, exist_ok=True)
 
@@ -117,16 +124,6 @@ class Trials:
         except OSError:
             return None
         return [status.st_size, status.st_mtime_ns]
-
-
-def recipe_path(out: Path) -> Path:
-    """Where the recipe of a file goes."""
-    return out.with_name(out.name.removesuffix(".gguf") + ".toml")
-
-
-def imatrix_path(out: Path) -> Path:
-    """Where the importance matrix goes that was collected for a file."""
-    return out.with_name(out.name.removesuffix(".gguf") + ".imatrix.gguf")
 
 
 def types_of(plan: Plan) -> dict[str, TensorType]:

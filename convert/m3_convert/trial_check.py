@@ -6,7 +6,6 @@ it found is a JSON file in the folder of the search, named by the types of the t
 
 import hashlib
 import json
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -25,17 +24,18 @@ from m3_convert.knapsack import Doubles
 from m3_convert.layer_walk import walk
 from m3_convert.layered_model import LayeredModel, open_layered
 from m3_convert.mixed_model import MixedModel
-from m3_convert.progress import format_bytes
 from m3_convert.selection import Cell
 from m3_convert.sensitivity import Lane
 from m3_convert.tensor_map import layer_of
 from m3_convert.walk_progress import walk_progress
 from m3_convert.walk_state import WalkState
 from m3_convert.walker import WalkOptions, check_memory
+from m3_convert.whole_file import write_whole
 from m3_runtime import memory
+from m3_runtime.quantities import format_bytes
 from m3_runtime.quantize import TensorType
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,11 @@ class Outcome:
     first_layer: int  #: the number of the first of these layers
     mass_lost: float  #: mean share of the attention
     worst_mass: float  #: of the layer and query head that lose most
+    worst_mass_at: tuple[int, int]  #: these two
 
     @classmethod
     def of(cls, selection: SelectionComparison, logits: Divergence) -> Self:
-        layers = selection.agreement.layers
+        layers, worst = selection.agreement.layers, selection.worst_mass
         return cls(
             kld=logits.kld_mean,
             top1=logits.top1_share,
@@ -60,12 +61,14 @@ class Outcome:
             overlaps=tuple(tuple(map(float, layer.overlap_mean)) for layer in layers),
             first_layer=layers[0].layer,
             mass_lost=selection.mass_lost,
-            worst_mass=selection.worst_mass.value,
+            worst_mass=worst.value,
+            worst_mass_at=(worst.layer, worst.query_head),
         )
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
-        return cls(**{**value, "overlaps": tuple(map(tuple, value["overlaps"]))})
+        tuples = {"overlaps": tuple(map(tuple, value["overlaps"])), "worst_mass_at": tuple(value["worst_mass_at"])}
+        return cls(**{**value, **tuples})
 
     @property
     def worst(self) -> Cell:
@@ -155,17 +158,3 @@ class Checks:
         content = [FORMAT, {name: type_.name for name, type_ in types.items()}]
         content.append({lane.name: sorted(lane.tensors) for lane in lanes})
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Writes a small file, which appears whole or not at all. Raises OSError."""
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        with part.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    except OSError:
-        part.unlink(missing_ok=True)
-        raise

@@ -10,7 +10,8 @@ from typing import TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from m3_convert.progress import LINE_SECONDS, format_seconds
+from m3_convert.progress import LINE_SECONDS
+from m3_runtime.quantities import format_seconds
 
 Stages = Sequence[tuple[str, float]]  #: what is done one after the other, and the work in it, in any unit
 

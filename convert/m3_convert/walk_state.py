@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from m3_convert.comparison import LayerComparison
-from m3_convert.progress import format_bytes
+from m3_convert.whole_file import own_part, whole_file
+from m3_runtime.quantities import format_bytes
 
 SAVE_SECONDS = 60.0  #: of work that an interruption may cost, or one layer if that takes longer
 FORMAT: Final = 2
@@ -98,18 +99,13 @@ class WalkState:
         if self.folder is None:
             return
         path = self.folder / _NAME
-        part = path.with_name(f"{_NAME}.{os.getpid()}.part")  # two runs of the same check do not meet
         content: dict[str, Any] = dict(snapshot.arrays)
         content[_ABOUT] = json.dumps({"check": self.folder.name, "layer": snapshot.layer, **snapshot.about})
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with part.open("wb") as file:
+            with whole_file(path, own_part(path)) as part, part.open("wb") as file:
                 np.savez(file, **content)
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(path)
         except OSError as error:
-            part.unlink(missing_ok=True)
             self._broken = True
             size = format_bytes(sum(array.nbytes for array in snapshot.arrays.values()))
             self._note(

@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from m3_convert.layered_model import LayeredModel
-from m3_convert.progress import format_bytes
 from m3_runtime.engine import Hparams, Model, Session, SessionOptions
 from m3_runtime.errors import M3Error, MachineError
+from m3_runtime.quantities import format_bytes
 
 Floats = npt.NDArray[np.float32]
 Lists = npt.NDArray[np.int32]
@@ -46,7 +46,7 @@ class MemoryEstimate:
     """Bytes that a walk takes at its peak, on top of what the process holds before it."""
 
     own: int  #: memory of the process
-    mapped: int  #: pages of a GGUF file, which the kernel can take back
+    mapped: int  #: pages of a GGUF file beside that, which the kernel can take back
 
     @property
     def total(self) -> int:

@@ -38,7 +38,7 @@ extern "C" {
 
 /* [declarations] The part down to [end of declarations] is free of macros and is read by cffi as it stands. */
 
-#define M3_ABI_VERSION 5
+#define M3_ABI_VERSION 6
 
 /* Limits. A file or an option beyond them is refused by name. */
 #define M3_MAX_LAYERS 1024
@@ -157,6 +157,9 @@ int64_t m3_type_block_size(int32_t type);
 
 /* 1 for a type that m3_quantize writes with importance only (IQ2_XXS, IQ2_XS, IQ1_S, IQ1_M), else 0. */
 int32_t m3_type_needs_importance(int32_t type);
+
+/* Magnitudes above it have no finite value in the type, and m3_quantize refuses them; 0 for an unknown type. */
+float m3_type_largest(int32_t type);
 
 /* Bytes of one row of n elements, or -1 if the type is unknown, n is negative or not a multiple of its block. */
 int64_t m3_row_bytes(int32_t type, int64_t n);

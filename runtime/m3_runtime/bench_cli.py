@@ -8,10 +8,9 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from m3_runtime.cli import Attention, CacheType, Device, IndexScan, Isa
 from m3_runtime.command import guarded, new_app, run
 from m3_runtime.errors import InputError
-from m3_runtime.thread_option import Threads
+from m3_runtime.options import Attention, Device, IndexScan, IndexType, Isa, KvType, Threads, Version
 
 NAME = "m3-bench"
 
@@ -48,28 +47,19 @@ def bench_command(
         int, typer.Option("-n", "--decode", metavar="N", min=0, help="Tokens decoded one by one; 0 measures none.")
     ] = 32,
     repeats: Annotated[int, typer.Option("--repeats", metavar="N", min=1, help="Measured runs of each.")] = 5,
-    device: Annotated[Device, typer.Option("--device", help="Where the model runs.")] = Device.AUTO,
+    device: Device = "auto",
     threads: Threads = 0,
-    attention: Annotated[
-        Attention, typer.Option("--attention", help="sparse is what the model was trained for.")
-    ] = Attention.SPARSE,
-    kv_type: Annotated[
-        CacheType, typer.Option("--kv-type", help="Type of the cached keys and values.")
-    ] = CacheType.F16,
-    index_type: Annotated[
-        CacheType, typer.Option("--index-type", help="Type of the cached index keys, which choose the blocks.")
-    ] = CacheType.F32,
-    index_scan: Annotated[
-        IndexScan, typer.Option("--index-scan", help="How blocks are chosen; see m3-run.")
-    ] = IndexScan.AUTO,
-    isa: Annotated[
-        Isa, typer.Option("--isa", help="Instruction set of the CPU kernels; auto takes the widest one.")
-    ] = Isa.AUTO,
+    attention: Attention = "sparse",
+    kv_type: KvType = "f16",
+    index_type: IndexType = "f32",
+    index_scan: IndexScan = "auto",
+    isa: Isa = "auto",
     chunk: Annotated[
         int, typer.Option("--chunk", metavar="N", min=0, help="Tokens of a prefill computed together; 0 is 512.")
     ] = 0,
     seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Start of the random token ids.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object when all is measured.")] = False,
+    version: Version = False,
 ) -> int:
     if not prefill and not decode:
         raise InputError("--prefill and --decode are both 0: nothing to measure")
@@ -84,13 +74,13 @@ def bench_command(
         prefill=prefill,
         decode=decode,
         repeats=repeats,
-        device=device.value,
-        isa=isa.value,
+        device=device,
+        isa=isa,
         threads=threads,
-        attention=attention.value,
-        kv_type=kv_type.value,
-        index_type=index_type.value,
-        index_scan=index_scan.value,
+        attention=attention,
+        kv_type=kv_type,
+        index_type=index_type,
+        index_scan=index_scan,
         chunk=chunk,
         seed=seed,
     )

@@ -10,43 +10,12 @@ import typer
 
 from m3_runtime.command import guarded, new_app, run
 from m3_runtime.errors import InputError
+from m3_runtime.options import Attention, Device, IndexScan, IndexType, Isa, KvType, Threads, Version
 from m3_runtime.text import invalid_utf8
-from m3_runtime.thread_option import Threads
 
 NAME = "m3-run"
 
 app = new_app()
-
-
-class Device(StrEnum):
-    AUTO = "auto"
-    CPU = "cpu"
-    CUDA = "cuda"
-
-
-class Isa(StrEnum):
-    AUTO = "auto"
-    SCALAR = "scalar"
-    AVX2 = "avx2"
-    AVX512 = "avx512"
-    NEON = "neon"
-
-
-class Attention(StrEnum):
-    SPARSE = "sparse"
-    DENSE = "dense"
-
-
-class CacheType(StrEnum):
-    F32 = "f32"
-    F16 = "f16"
-    BF16 = "bf16"
-
-
-class IndexScan(StrEnum):
-    AUTO = "auto"
-    FULL = "full"
-    LOW_BIT = "low_bit"
 
 
 class Thinking(StrEnum):
@@ -103,7 +72,7 @@ def run_command(
             "more; at most the file's context; less if half of the free memory does not hold it.",
         ),
     ] = None,
-    device: Annotated[Device, typer.Option("--device", help="Where the model runs.")] = Device.AUTO,
+    device: Device = "auto",
     threads: Threads = 0,
     as_json: Annotated[
         bool, typer.Option("--json", help="With -p or -f: print one JSON object with answer, timings and memory.")
@@ -163,33 +132,15 @@ def run_command(
             "--seed", metavar="N", min=0, help="Start of the random numbers. Without it one is drawn and shown."
         ),
     ] = None,
-    attention: Annotated[
-        Attention,
-        typer.Option(
-            "--attention",
-            help="sparse is what the model was trained for; dense reads every token and is out of distribution.",
-        ),
-    ] = Attention.SPARSE,
+    attention: Attention = "sparse",
     require_sparse: Annotated[
         bool, typer.Option("--require-sparse", help="Exit with 2 if the run would not be sparse.")
     ] = False,
-    kv_type: Annotated[
-        CacheType, typer.Option("--kv-type", help="Type of the cached keys and values.")
-    ] = CacheType.F16,
-    index_type: Annotated[
-        CacheType, typer.Option("--index-type", help="Type of the cached index keys, which choose the blocks.")
-    ] = CacheType.F32,
-    index_scan: Annotated[
-        IndexScan,
-        typer.Option(
-            "--index-scan",
-            help="How blocks are chosen: full scores every key, low_bit rules most out by int8 copies, which take "
-            "memory. Both choose the same blocks; auto takes copies for long contexts on the CPU.",
-        ),
-    ] = IndexScan.AUTO,
-    isa: Annotated[
-        Isa, typer.Option("--isa", help="Instruction set of the CPU kernels; auto takes the widest one.")
-    ] = Isa.AUTO,
+    kv_type: KvType = "f16",
+    index_type: IndexType = "f32",
+    index_scan: IndexScan = "auto",
+    isa: Isa = "auto",
+    version: Version = False,
 ) -> int:
     sampling = {
         "temperature": temperature,
@@ -204,7 +155,7 @@ def run_command(
     if raw:
         needs = "needs the chat template, which --raw leaves out"
         _refuse(needs, {"--system": system is not None, "--thinking": thinking is not None})
-    if require_sparse and attention is Attention.DENSE:
+    if require_sparse and attention == "dense":
         raise InputError("--require-sparse: the run would be dense, because of --attention dense")
     # Here, so that an engine that cannot be loaded is an error of the command like any other.
     from m3_runtime.run import RunOptions, run_model
@@ -214,8 +165,8 @@ def run_command(
         prompt=text,
         max_tokens=max_tokens,
         context=context,
-        device=device.value,
-        isa=isa.value,
+        device=device,
+        isa=isa,
         threads=threads,
         as_json=as_json,
         system=system,
@@ -223,11 +174,11 @@ def run_command(
         thinking=thinking and thinking.value,
         sampling={name: value for name, value in sampling.items() if value is not None},
         seed=seed,
-        attention=attention.value,
+        attention=attention,
         require_sparse=require_sparse,
-        kv_type=kv_type.value,
-        index_type=index_type.value,
-        index_scan=index_scan.value,
+        kv_type=kv_type,
+        index_type=index_type,
+        index_scan=index_scan,
     )
     return run_model(options)
 

@@ -17,6 +17,7 @@ from typing import Any, Literal, Self, TypeAlias, TypedDict, Unpack
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from m3_runtime.choices import ATTENTIONS, DEVICES, INDEX_SCANS, ISAS, chosen
 from m3_runtime.errors import CancelledError, InputError, MachineError
 from m3_runtime.gguf_reader import GGUF, Tensor
 from m3_runtime.interrupts import HeldSignals, hold_signals
@@ -28,20 +29,16 @@ __all__ = ["GGUF", "Hparams", "Memory", "Model", "Session", "SessionOptions", "T
 Floats: TypeAlias = NDArray[np.float32]
 Progress: TypeAlias = Callable[[int, int], None]  #: called with row-layers done and in all
 
-_DEVICES = {"auto": lib.M3_DEVICE_AUTO, "cpu": lib.M3_DEVICE_CPU, "cuda": lib.M3_DEVICE_CUDA}
-_ISAS = {
-    "auto": lib.M3_ISA_AUTO,
-    "scalar": lib.M3_ISA_SCALAR,
-    "avx2": lib.M3_ISA_AVX2,
-    "avx512": lib.M3_ISA_AVX512,
-    "neon": lib.M3_ISA_NEON,
-}
-_ATTENTION = {"sparse": lib.M3_ATTENTION_SPARSE, "dense": lib.M3_ATTENTION_DENSE}
-_INDEX_SCAN = {
-    "auto": lib.M3_INDEX_SCAN_AUTO,
-    "full": lib.M3_INDEX_SCAN_FULL,
-    "low_bit": lib.M3_INDEX_SCAN_LOW_BIT,
-}
+
+def _numbers(names: Sequence[str], kind: str) -> dict[str, int]:
+    """The engine's numbers of names of `choices`."""
+    return {name: getattr(lib, f"M3_{kind}_{name.upper()}") for name in names}
+
+
+_DEVICES = _numbers(DEVICES, "DEVICE")
+_ISAS = _numbers(ISAS, "ISA")
+_ATTENTION = _numbers(ATTENTIONS, "ATTENTION")
+_INDEX_SCAN = _numbers(INDEX_SCANS, "INDEX_SCAN")
 _RECORD = {
     "blocks": lib.M3_RECORD_BLOCKS,
     "scores": lib.M3_RECORD_SCORES,
@@ -50,20 +47,12 @@ _RECORD = {
 }
 _OUTPUT = {"last": lib.M3_OUTPUT_LAST, "all": lib.M3_OUTPUT_ALL, "hidden": lib.M3_OUTPUT_HIDDEN}
 
-DEVICES = tuple(_DEVICES)
-ISAS = tuple(_ISAS)
-ATTENTIONS = tuple(_ATTENTION)
-INDEX_SCANS = tuple(_INDEX_SCAN)
-CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")  #: of K/V and of index keys
-
 #: Seconds between looks at the progress of an evaluation, and the delay of Ctrl-C.
 _POLL = 0.1
 
 
 def _choose(table: dict[str, int], value: str, what: str) -> int:
-    if value not in table:
-        raise InputError(f"{what} is '{value}', expected one of {', '.join(table)}")
-    return table[value]
+    return table[chosen(what, value, tuple(table))]
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from m3_runtime.errors import MachineError
 from m3_runtime.gguf_reader import gguf_files
+from m3_runtime.quantities import format_bytes
 
 DEFAULT_CONTEXT = 32768  #: tokens, where nobody asks for another and there is room
 DEFAULT_ANSWER = 4096  #: tokens that are kept free for the answer to a given prompt
@@ -84,14 +85,17 @@ def check_file_maps(path: Path) -> None:
     # What cannot be opened is named by the one who opens it.
     size = sum(file.stat().st_size for file in gguf_files(path) if file.is_file())
     if size > left:
-        raise MachineError(f"{path}: {gigabytes(size)} to map, the limit on address space leaves {gigabytes(left)}")
+        raise MachineError(
+            f"{path}: {format_bytes(size)} to map, the limit on address space leaves {format_bytes(left)}"
+        )
 
 
 def check_session_fits(n_bytes: int, context: int, room: int | None) -> None:
     """Raises MachineError if a session of `n_bytes` is more than `room` (see `session_room`)."""
     if room is not None and n_bytes > room:
         raise MachineError(
-            f"not enough memory: a context of {context} tokens takes {gigabytes(n_bytes)}, {gigabytes(room)} are free"
+            f"not enough memory: a context of {context} tokens takes {format_bytes(n_bytes)}, {format_bytes(room)} are "
+            "free"
         )
 
 
@@ -99,8 +103,8 @@ def check_weights_fit(n_bytes: int, device: str, free: int, total: int) -> None:
     """Raises MachineError if weights of `n_bytes` are more than what is free on a GPU."""
     if n_bytes > free:
         raise MachineError(
-            f"not enough memory on {device}: the weights take {gigabytes(n_bytes)}, {gigabytes(free)} of "
-            f"{gigabytes(total)} are free"
+            f"not enough memory on {device}: the weights take {format_bytes(n_bytes)}, {format_bytes(free)} of "
+            f"{format_bytes(total)} are free"
         )
 
 
@@ -115,10 +119,3 @@ def default_context(trained: int, needed: int, session_bytes: Callable[[int], in
     while room is not None and context > smallest and session_bytes(context) > room // 2:
         context = max(smallest, context // 2)
     return context
-
-
-def gigabytes(n_bytes: int) -> str:
-    """A size for people, in units of 1000 bytes: "12.34 GB", "5.6 MB"."""
-    if n_bytes >= 10**9:
-        return f"{n_bytes / 10**9:.2f} GB"
-    return f"{n_bytes / 10**6:.1f} MB"

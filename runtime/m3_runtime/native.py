@@ -94,6 +94,11 @@ def version() -> str:
     return text(lib.m3_version())
 
 
+def interface_version() -> int:
+    """M3_ABI_VERSION of the engine."""
+    return int(lib.m3_abi_version())
+
+
 def default_threads() -> int:
     """CPU threads that a number of 0 stands for."""
     return int(lib.m3_default_threads())

@@ -47,6 +47,11 @@ class TensorType(IntEnum):
         """True if `quantize_rows` refuses it without importance (IQ2_XXS, IQ2_XS, IQ1_S, IQ1_M)."""
         return bool(lib.m3_type_needs_importance(self))
 
+    @property
+    def largest(self) -> float:
+        """Magnitudes above it have no finite value in the type; `quantize_rows` refuses them."""
+        return float(lib.m3_type_largest(self))
+
     @classmethod
     def parse(cls, name: str) -> "TensorType":
         """The type of a name such as "q8_0", in upper or lower case; InputError for another."""

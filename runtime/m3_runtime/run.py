@@ -17,6 +17,7 @@ from m3_runtime.errors import ContextError, ExitCode, InputError
 from m3_runtime.generate import Answer, FinishReason, Generator, Prompt
 from m3_runtime.gguf_reader import gguf_files
 from m3_runtime.native import default_threads, version
+from m3_runtime.quantities import format_bytes
 from m3_runtime.quantize import type_name
 from m3_runtime.reply import opens_thinking
 from m3_runtime.sampler import Sampler, SamplerOptions, new_seed
@@ -175,7 +176,7 @@ class Run:
         return dict(sizes.most_common())
 
     def _status(self, context: int, plan: Memory) -> str:
-        options, size = self._options, memory.gigabytes
+        options, size = self._options, format_bytes
         types = ", ".join(f"{name} {size(n_bytes)}" for name, n_bytes in self._bytes_by_type().items())
         return (
             f"{self._model.path}: {types}; attention {self._attention()}; context {context}; "
@@ -188,7 +189,7 @@ class Run:
         device = self._model.device_memory()
         if device is None:
             return f"{name}, {self._threads} threads"
-        return f"{name}, {memory.gigabytes(device[0])} of {memory.gigabytes(device[1])} free"
+        return f"{name}, {format_bytes(device[0])} of {format_bytes(device[1])} free"
 
     def _say_status(self, context: int, plan: Memory) -> None:
         _say(self._status(context, plan))
@@ -199,7 +200,7 @@ class Run:
         free, needed = memory.available_memory(), self._model.weight_bytes + plan.total
         if free is not None and needed > free:
             _say(
-                f"note: weights and session take {memory.gigabytes(needed)}, {memory.gigabytes(free)} are free: "
+                f"note: weights and session take {format_bytes(needed)}, {format_bytes(free)} are free: "
                 "weights will be read from the disk again and again"
             )
 

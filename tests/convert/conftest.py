@@ -125,6 +125,12 @@ def runner(app: typer.Typer, name: str, capsys: pytest.CaptureFixture[str]) -> C
 
 
 @pytest.fixture
+def command_of(capsys: pytest.CaptureFixture[str]) -> Callable[[typer.Typer, str], Callable[..., Outcome]]:
+    """command_of(app, "m3-run") -> a function of arguments, as those below."""
+    return lambda app, name: runner(app, name, capsys)
+
+
+@pytest.fixture
 def m3_convert(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
     """m3_convert(source, out, "--type", "f32") -> Outcome."""
     return runner(convert_app, CONVERT, capsys)

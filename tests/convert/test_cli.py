@@ -2,11 +2,19 @@
 
 import os
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
+from m3_convert.check_cli import app as check_app
+from m3_convert.cli import app as convert_app
+from m3_convert.imatrix_cli import app as imatrix_app
 from m3_convert.recipe import recipe_names
+from m3_runtime import native, options
+from m3_runtime.bench_cli import app as bench_app
+from m3_runtime.cli import app as run_app
 
 NO_SOURCE = "expected a checkpoint folder, a GGUF file or an id on the Hub (owner/name), found nothing"
 
@@ -83,6 +91,31 @@ def test_every_command_takes_the_same_threads(m3_convert, m3_imatrix, m3_check_s
         assert "No such file" in (at_most := command("absent", "absent", *text, "--threads", most)).error or (
             NO_SOURCE in at_most.error
         )
+
+
+COMMANDS = [
+    (convert_app, "m3-convert"),
+    (imatrix_app, "m3-imatrix"),
+    (check_app, "m3-check-selection"),
+    (run_app, "m3-run"),
+    (bench_app, "m3-bench"),
+]
+
+
+@pytest.mark.parametrize(("app", "name"), COMMANDS, ids=[name for _, name in COMMANDS])
+def test_every_command_tells_its_version(command_of, monkeypatch, app, name: str) -> None:
+    command = command_of(app, name)
+    engine = f"engine {native.version()}, interface {native.lib.M3_ABI_VERSION}"
+    monkeypatch.setattr(options, "package_version", lambda _name: "1.2.3")
+    for arguments in (("--version",), ("absent", "--version", "absent")):
+        told = command(*arguments)
+        assert (told.code, told.out, told.err) == (0, f"{name} 1.2.3; {engine}\n", "")
+
+    def absent(package: str) -> NoReturn:
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr(options, "package_version", absent)
+    assert command("--version").out == f"{name} (not installed); {engine}\n"
 
 
 def test_result_on_stdout_and_progress_on_stderr(make_folder, m3_convert, tmp_path) -> None:

@@ -282,7 +282,7 @@ def test_the_report(tiny_gguf, m3_imatrix, text, tmp_path):
     assert "importance of 34 tensors" in plain.out and "from 100 tokens of " in plain.out
     assert "in 1 chunk of 100" in plain.out and "fewest rows of an expert" in plain.out
     assert "100 tokens in 1 chunk take about" in plain.err.splitlines()[0]
-    assert "note" not in plain.err  # 97 tokens give a choice
+    assert "note: in chunks" not in plain.err  # 97 tokens give a choice
 
 
 def test_the_context(tiny_gguf, m3_imatrix, text, tmp_path):
@@ -307,12 +307,28 @@ def test_a_short_text_is_one_chunk(tiny_gguf, m3_imatrix, text, tmp_path):
     assert ImportanceMatrix.load(out).entries["output.weight"].counts.tolist() == [report["text"]["tokens"]]
 
 
-def test_one_token_is_of_no_use(tiny_gguf, m3_imatrix, text, tmp_path):
-    for content, noted in (("a", True), ("a b", False)):
+def test_few_tokens_are_noted(tiny_gguf, m3_imatrix, text, tmp_path, monkeypatch):
+    with Model(tiny_gguf) as model:
+        h = model.hparams
+    m3 = type(h)(**{**vars(h), "n_expert": 128, "n_expert_used": 4})
+    assert imatrix_collect.useful_tokens(m3) == 6400
+    experts = (h.n_layer - h.n_dense_layer) * h.n_expert
+    for content, n in (("a", 1), ("few words", None)):
         text.write_text(content)
         run = m3_imatrix(tiny_gguf, tmp_path / "x.gguf", "--text", text, "--json")
-        assert run.code == 0 and (run.json["text"]["tokens"] == 1) is noted
-        assert ("note: the text is one token: what it tells is of no use for quantization" in run.err) is noted
+        n = n or run.json["text"]["tokens"]
+        unreached = len(run.json["experts"]["unreached"])
+        assert run.code == 0 and (unreached == experts - 2 * h.n_expert_used or n > 1)
+        tokens = "1 token is" if n == 1 else f"{n} tokens are"
+        useful = imatrix_collect.useful_tokens(h)
+        (note,) = [line for line in run.err.splitlines() if "too few" in line]
+        assert note == (
+            f"m3-imatrix: note: {tokens} too few to tell columns apart, {useful} or more would do; {unreached} of "
+            f"{experts} experts were never reached"
+        )
+    monkeypatch.setattr(imatrix_collect, "_USEFUL_ROWS", 1)
+    text.write_text("The quick brown fox jumps over the lazy dog.")
+    assert "too few" not in m3_imatrix(tiny_gguf, tmp_path / "x.gguf", "--text", text).err
 
 
 def test_texts_that_cannot_be_read(tiny_gguf, m3_imatrix, tmp_path):

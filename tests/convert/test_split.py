@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ import numpy as np
 import pytest
 
 from m3_convert import part_file
-from m3_convert.split import parse_size
 from m3_runtime.engine import GGUF, Model
 from m3_runtime.errors import InputError
+from m3_runtime.quantities import parse_size
 
 OPTIONS = ("--type", "q8_0")
 
@@ -37,20 +38,21 @@ def both(make_folder: Any, m3_convert: Any, tmp_path: Path) -> tuple[Path, list[
 
 
 def test_sizes() -> None:
-    assert [parse_size(text) for text in ("1", "500M", "40G", "2g", "3m")] == [
+    parse = partial(parse_size, option="--split-max-size")
+    assert [parse(text) for text in ("1", "500M", "40G", "2g", "3m")] == [
         1,
         500 * 10**6,
         40 * 10**9,
         2 * 10**9,
         3 * 10**6,
     ]
-    assert parse_size("0" * 5000 + "7m") == 7 * 10**6 and parse_size(str(2**63 - 1)) == 2**63 - 1
+    assert parse("0" * 5000 + "7m") == 7 * 10**6 and parse(str(2**63 - 1)) == 2**63 - 1
     for text in ("", "0", "00", "0G", "-1G", "1.5G", "40 G", "4T", "G", "1e9", "٣"):
         with pytest.raises(InputError, match=r"--split-max-size .*: expected a number of bytes above 0"):
-            parse_size(text)
+            parse(text)
     for text in (str(2**63), "9" * 19 + "M", "9" * 30, "9" * 5000):
         with pytest.raises(InputError, match=r"^--split-max-size 9[0-9M.]+: more than a file can have, expected") as e:
-            parse_size(text)
+            parse(text)
         assert len(str(e.value)) < 130
 
 
@@ -202,6 +204,38 @@ def test_what_fits_is_one_file(make_folder, m3_convert, tmp_path) -> None:
     assert m3_convert(folder, tmp_path / "b.gguf", "--split-max-size", "1G", *OPTIONS).code == 0
     assert names(tmp_path) == {"a.gguf", "b.gguf"}
     assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
+
+
+def test_another_number_of_files_by_the_same_name(make_folder, m3_convert, tmp_path) -> None:
+    """A folder would stand for two models, or for the older one."""
+    folder = make_folder()
+    out = tmp_path / "out.gguf"
+    split = m3_convert(folder, out, *OPTIONS, "--split-max-size", "150000", "--json")
+    shards = [Path(path) for path in split.json["files"]]
+    before = {path: path.read_bytes() for path in shards}
+    says = f"and {len(shards) - 1} more: of an earlier conversion with this name, to another number of files; remove"
+    for options in ((), ("--split-max-size", "120000"), ("--dry-run",), ("--restart",)):
+        refused = m3_convert(folder, out, *OPTIONS, *options)
+        assert refused.code == 2 and says in refused.error and str(shards[0]) in refused.error
+    assert {path: path.read_bytes() for path in tmp_path.glob("*.gguf")} == before
+    # As many files again replace them. A part of them that was left is in the way too.
+    assert m3_convert(folder, out, *OPTIONS, "--split-max-size", "150000").code == 0
+    assert {path: path.read_bytes() for path in tmp_path.glob("*.gguf")} == before
+    for path in shards[1:]:
+        path.unlink()
+    refused = m3_convert(folder, out, *OPTIONS)
+    assert refused.error.endswith(
+        f"{shards[0]}: of an earlier conversion with this name, to another number of files; remove it or take another "
+        "name"
+    )
+    shards[0].unlink()
+    assert m3_convert(folder, out, *OPTIONS).code == 0
+    refused = m3_convert(folder, out, *OPTIONS, "--split-max-size", "150000")
+    assert refused.code == 2 and f"{out}: of an earlier conversion with this name" in refused.error
+    out.unlink()
+    # Joined, they may stay.
+    assert m3_convert(folder, out, *OPTIONS, "--split-max-size", "150000").code == 0
+    assert m3_convert(shards[0], out).code == 0
 
 
 def test_a_tensor_that_is_larger(make_folder, m3_convert, tmp_path) -> None:

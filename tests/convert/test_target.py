@@ -110,6 +110,9 @@ def test_without_a_type_the_largest_recipe_that_fits(search, m3_convert, tiny_ch
     assert done.code == 0
     name, *size = done.out.splitlines()[1].split()
     assert name in recipe_names() and name != "q8_0" and "too large" not in done.out and size
+    # The cost that a check judges, by its name: that of the worst query head, not the mean.
+    assert re.search(r"worst head +query head +KL", done.out)
+    assert re.search(r"^found .* \d/\d: 0\.\d{4} +\d/\d: [\d.]+% +", done.out, re.MULTILINE)
     assert "Found by m3-convert" in (tmp_path / "out.toml").read_text()
 
 
@@ -133,7 +136,11 @@ def test_target_overlap(search, m3_check_selection, tiny_checkpoint, tmp_path, t
     assert report["base"]["outcome"]["worst"]["overlap"] < 0.97 <= report["outcome"]["worst"]["overlap"]
     assert report["met"] and report["bytes"] > report["base"]["bytes"]
     check = (tiny_checkpoint, tmp_path / "out.gguf", "--text", text, "--context", CONTEXT, "--min-overlap", 0.97)
-    assert m3_check_selection(*check, "--no-thresholds", "--threads", 1).code == 0
+    checked = m3_check_selection(*check, "--no-thresholds", "--threads", 1, "--json")
+    assert checked.code == 0
+    worst = checked.json["overall"]["mass_lost"]["worst"]
+    assert report["outcome"]["worst_mass"] == pytest.approx(worst["mean"])
+    assert report["outcome"]["worst_mass_at"] == {name: worst[name] for name in ("layer", "query_head")}
     assert len(report["types"]) > 2  # not by raising everything
 
 
@@ -176,6 +183,7 @@ def test_ctrl_c_and_again(search, tmp_path, measured, stop, m3_convert, tiny_che
     measured[1][0] = stop
     stopped = search(*command)
     assert stopped.code == 130 and "the same command goes on" in stopped.err
+    assert f", the file to be checked in {tmp_path / 'out.gguf.trial'}\n" in stopped.err
     assert left(tmp_path) == ["out.gguf.trial"]
     again = search(*command)
     assert again.code == 0
@@ -248,6 +256,87 @@ def test_a_file_in_the_place_of_the_trial_is_not_touched(search, tmp_path):
     for options in ((), ("--restart",)):
         refused = search("--target-overlap", 0.5, "--type", "q8_0", *options)
         assert refused.code == 2 and "is there already" in refused.error and trial_file.read_text() == "mine"
+
+
+def test_a_trial_that_was_being_written(search, tmp_path, monkeypatch):
+    """Another target gives it up, whether it needs a trial of its own or not."""
+
+    def stopped(plan, files, out, *_arguments, **_options):
+        for suffix in (".part", ".journal"):
+            out.with_name(out.name + suffix).write_bytes(b"")
+        raise KeyboardInterrupt
+
+    command = ("--target-overlap", 0.5, "--type")
+    assert search(*command, "q8_0").code == 0  # its measurement stays
+    with monkeypatch.context() as patch:
+        patch.setattr(trial, "convert", stopped)
+        interrupted = search(*command, "q4_0")
+    parts = [tmp_path / f"out.gguf.trial{suffix}" for suffix in (".part", ".journal")]
+    assert interrupted.code == 130 and f"the file to be checked in {parts[0]} and {parts[1]}\n" in interrupted.err
+    assert search("--target-overlap", 1, "--type", "q8_0", "--rule", "*_exps.weight=q8_0").code == 1
+    assert left(tmp_path) == ["out.gguf", "out.imatrix.gguf", "out.toml"]
+
+
+def test_one_search_at_a_time(search, m3_convert, tiny_checkpoint, tmp_path, monkeypatch):
+    """The second one, or a conversion, is refused before it does any work."""
+    others = []
+    command = ("--target-overlap", 0.5, "--type", "q8_0")
+    collect = target_cli.collect
+
+    def meanwhile(*given):
+        if not others:
+            others.append(None)
+            others[:] = [search(*command), m3_convert(tiny_checkpoint, tmp_path / "out.gguf")]
+        return collect(*given)
+
+    monkeypatch.setattr(target_cli, "collect", meanwhile)
+    assert search(*command).code == 0
+    assert len(others) == 2
+    for other in others:
+        assert other.code == 2
+        assert other.error == f"m3-convert: {tmp_path / 'out.gguf.journal'}: another process is writing it"
+    assert left(tmp_path) == ["out.gguf", "out.imatrix.gguf", "out.toml"]
+
+
+def test_what_a_conversion_left_is_not_touched(search, tmp_path):
+    journal = tmp_path / "out.gguf.journal"
+    journal.write_text("mine")
+    refused = search("--target-overlap", 0.5, "--type", "q8_0")
+    assert refused.code == 2 and f"{journal}: is there already and no journal of m3-convert" in refused.error
+    assert journal.read_text() == "mine" and left(tmp_path) == [journal.name]
+    journal.write_text('{"program": ')  # the beginning of one
+    assert search("--target-overlap", 0.5, "--type", "q8_0").code == 0
+    assert journal.read_text() == '{"program": '
+
+
+def test_files_of_earlier_conversions(search, m3_convert, tiny_checkpoint, tmp_path):
+    command = ("--target-overlap", 0.5, "--type", "q8_0")
+    for name in ("out-00002-of-00003.gguf", "out-00001-of-00003.gguf"):
+        (tmp_path / name).write_text("old")
+    refused = search(*command)
+    assert refused.code == 2 and refused.error == (
+        f"m3-convert: {tmp_path / 'out-00001-of-00003.gguf'} and 1 more: of an earlier conversion with this name, to "
+        "another number of files; remove them or take another name"
+    )
+    for name in ("out-00002-of-00003.gguf", "out-00001-of-00003.gguf"):
+        (tmp_path / name).unlink()
+    assert search(*command).code == 0
+    recipe, matrix = tmp_path / "out.toml", tmp_path / "out.imatrix.gguf"
+
+    # A conversion with that recipe says nothing of it; one with another does. A search replaces it.
+    note = f"note: {recipe} is there already; it is not the recipe of this file"
+    again = m3_convert(tiny_checkpoint, tmp_path / "out.gguf", "--recipe", recipe, "--imatrix", matrix)
+    assert again.code == 0 and "note" not in again.err
+    copy = tmp_path / "copy.toml"
+    copy.write_bytes(recipe.read_bytes())
+    assert "note" not in m3_convert(tiny_checkpoint, tmp_path / "out.gguf", "--recipe", copy, "--imatrix", matrix).err
+    assert note in m3_convert(tiny_checkpoint, tmp_path / "out.gguf", "--type", "q8_0").err
+    found = recipe.read_text()
+    moved = matrix.rename(tmp_path / "moved.imatrix.gguf")
+    matrix.write_bytes(b"of another text")
+    given = search(*command, "--imatrix", moved)
+    assert given.code == 0 and recipe.read_text() == found
+    assert f"note: {matrix} is there already; it is not the importance matrix of this file" in given.err
 
 
 def test_a_measurement_that_cannot_be_read_is_made_again(search, tmp_path, measured):

@@ -380,6 +380,16 @@ def test_overflow_of_a_q8_0_scale(make_folder, refused) -> None:
     assert "1 values overflow Q8_0, the first in row 2, column 40" in error
 
 
+def test_overflow_of_bf16(make_folder, refused) -> None:
+    def change(tensors: dict[str, Tensor]) -> None:
+        w = np.zeros((32, 64), np.float32)
+        w[2, 40] = 3.4e38  # nearer to 2^128 than to the largest bfloat16
+        tensors[EXPERT] = bf16(w, "F32")
+
+    error = refused(make_folder(tensors=change), "--type", "bf16")
+    assert error.endswith("1 values overflow BF16, the first in row 2, column 40; F32 holds them")
+
+
 # ------------------------------------------------------------------------------------------------ router
 
 

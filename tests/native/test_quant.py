@@ -317,6 +317,19 @@ def test_the_largest_values_that_fit_stay_finite(type_, largest):
     assert values[0, 1] == pytest.approx(-largest, rel=0.15)
 
 
+@pytest.mark.parametrize("type_", TensorType, ids=lambda t: t.name)
+def test_refused_is_what_is_above_the_largest(type_):
+    largest = np.float32(type_.largest)
+    rows = np.zeros((1, type_.block_size), np.float32)
+    importance = np.ones(type_.block_size, np.float32)
+    rows[0, 0] = largest
+    assert np.isfinite(dequantize_rows(type_, quantize_rows(type_, rows, 1, importance), type_.block_size)).all()
+    if largest < np.finfo(np.float32).max:
+        rows[0, 0] = np.nextafter(largest, np.float32(np.inf))
+        with pytest.raises(NotFiniteError, match=type_.name):
+            quantize_rows(type_, rows, 1, importance)
+
+
 def test_rows_that_the_block_does_not_divide_are_refused():
     with pytest.raises(InputError, match=r"33.*Q8_0"):
         quantize_rows(TensorType.Q8_0, np.zeros((2, 33), np.float32))

@@ -120,6 +120,7 @@ def test_the_cache_has_the_depth_when_a_run_begins(tiny_gguf: Path, monkeypatch:
         (("--depth", "1048576"), "--depth 1048576: with the measured tokens that is 1049088, the context of"),
         (("-p", "0", "-n", "0"), "--prefill and --decode are both 0: nothing to measure"),
         (("--repeats", "0"), "--repeats"),
+        (("--kv-type", "q5_1"), "--kv-type is 'q5_1', expected one of f32, f16, bf16, q8_0, q4_0"),
     ],
 )
 def test_bad_arguments(m3_bench: Runner, tiny_gguf: Path, options: tuple[str, ...], message: str) -> None:

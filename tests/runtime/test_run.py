@@ -305,7 +305,7 @@ def test_require_sparse(m3_run: Runner, refused: Callable[..., str], tiny_gguf: 
     assert message == "--require-sparse: the run would be dense, because of --attention dense"
 
 
-@pytest.mark.parametrize(("kv_type", "index_type"), [("f32", "bf16"), ("f16", "f32"), ("bf16", "f16")])
+@pytest.mark.parametrize(("kv_type", "index_type"), [("f32", "bf16"), ("f16", "f32"), ("q8_0", "q4_0")])
 def test_cache_types(m3_run: Runner, tiny_gguf: Path, kv_type: str, index_type: str):
     code, _, err = m3_run(tiny_gguf, "-p", "Hi", "-n", 1, "--kv-type", kv_type, "--index-type", index_type)
     assert code == 0
@@ -378,7 +378,7 @@ def test_no_memory(refused: Callable[..., str], tiny_gguf: Path, monkeypatch: py
     message = refused(4, tiny_gguf, "-p", "Hi")
     assert "not enough memory: a context of " in message
     monkeypatch.setattr(memory, "address_space_left", lambda: 1_000)
-    assert "MB to map, the limit on address space leaves 0.0 MB" in refused(4, tiny_gguf, "-p", "Hi")
+    assert "MB to map, the limit on address space leaves 1.0 kB" in refused(4, tiny_gguf, "-p", "Hi")
 
 
 def test_weights_beyond_the_memory_are_said(m3_run: Runner, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch):
@@ -494,11 +494,11 @@ def test_weights_that_are_not_finite(m3_run: Runner, tiny_gguf: Path, tmp_path: 
         (["-p", "a", "--context", "0"], "'--context'"),
         (["-p", "a", "--threads", "-1"], "--threads is -1, expected 0 (all cores) to "),
         (["-p", "a", "--threads", "100000"], "--threads is 100000, expected 0 (all cores) to "),
-        (["-p", "a", "--device", "tpu"], "'--device'"),
-        (["-p", "a", "--isa", "mmx"], "'--isa'"),
-        (["-p", "a", "--attention", "flash"], "'--attention'"),
-        (["-p", "a", "--kv-type", "q8_0"], "'--kv-type'"),
-        (["-p", "a", "--index-type", "q4_0"], "'--index-type'"),
+        (["-p", "a", "--device", "tpu"], "--device is 'tpu', expected one of auto, cpu, cuda"),
+        (["-p", "a", "--isa", "mmx"], "--isa is 'mmx', expected one of auto, scalar, avx2, avx512, neon"),
+        (["-p", "a", "--attention", "flash"], "--attention is 'flash', expected one of sparse, dense"),
+        (["-p", "a", "--kv-type", "q5_1"], "--kv-type is 'q5_1', expected one of f32, f16, bf16, q8_0, q4_0"),
+        (["-p", "a", "--index-type", "int8"], "--index-type is 'int8', expected one of f32, f16, bf16, q8_0, q4_0"),
         (["-p", "a", "--thinking", "yes"], "'--thinking'"),
         (["-p", "a", "--nosuch"], "No such option: --nosuch"),
         (["-p", "a", "other.gguf"], "other.gguf"),
@@ -528,6 +528,7 @@ def test_no_model_at_all(refused: Callable[..., str]):
 OPTIONS = """
     -p --prompt -f --file -n --max-tokens --context --device --threads --json --system --raw --thinking --temperature
     --top-k --top-p --min-p --repeat-penalty --seed --attention --require-sparse --kv-type --index-type --isa
+    --version
 """.split()  # noqa: SIM905 (a list that is read)
 
 
@@ -545,7 +546,7 @@ def test_every_option_is_documented(m3_run: Runner):
         "auto|cpu|cuda",
         "enabled|disabled|adaptive",
         "sparse|dense",
-        "f32|f16|bf16",
+        "f32|f16|bf16|q8_0|q4_0",
         "scalar|avx2|avx512|neon",
     ):
         assert values in out

@@ -197,7 +197,7 @@ def test_a_limit_on_address_space(tiny_gguf: Path, tmp_path: Path):
     assert run(tiny_gguf).returncode == 0
     refused = run(big)
     assert (refused.returncode, refused.stdout) == (4, "")
-    assert refused.stderr.startswith(f"m3-run: {big}: 8.59 GB to map, the limit on address space leaves ")
+    assert refused.stderr.startswith(f"m3-run: {big}: 8.6 GB to map, the limit on address space leaves ")
     assert refused.stderr.count("\n") == 1
 
 

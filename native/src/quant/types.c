@@ -75,6 +75,11 @@ int32_t m3_type_needs_importance(int32_t type) {
   return t && t->needs_importance;
 }
 
+float m3_type_largest(int32_t type) {
+  const m3_type_traits *t = m3_traits(type);
+  return t ? t->largest : 0;
+}
+
 int64_t m3_row_bytes(int32_t type, int64_t n) {
   const m3_type_traits *t = m3_traits(type);
   int64_t bytes;

@@ -18,6 +18,16 @@ def part_path(target: Path) -> Path:
     return target.with_name(target.name + PART_SUFFIX)
 
 
+def recipe_path(out: Path) -> Path:
+    """Where the recipe goes that was found for a file."""
+    return out.with_name(out.name.removesuffix(".gguf") + ".toml")
+
+
+def imatrix_path(out: Path) -> Path:
+    """Where the importance matrix goes that was collected for a file."""
+    return out.with_name(out.name.removesuffix(".gguf") + ".imatrix.gguf")
+
+
 def output_path(out: Path, what: str, inputs: Iterable[Path]) -> Path:
     """The path that `out` stands for, links followed. An existing file is allowed: it is replaced in one step.
 
