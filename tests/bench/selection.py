@@ -28,7 +28,7 @@ from m3_convert.plan import plan_tensors
 from m3_convert.precision import choose
 from m3_convert.recipe import recipe_names
 from m3_runtime import GGUF
-from m3_runtime.engine import CACHE_TYPES
+from m3_runtime.choices import CACHE_TYPES
 
 CONTEXT = 4096
 INDEX_TYPES = ("f16", "q8_0", "q4_0", "q2_k")

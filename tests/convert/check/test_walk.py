@@ -117,7 +117,8 @@ def test_the_estimate_names_what_is_needed(tiny_gguf, tiny_checkpoint, monkeypat
         weights = max(folder.layer_bytes(layer) for layer in range(3))
         assert mapped.own < owned.own <= mapped.own + weights
         mixed = estimate(file, folder, logits=False)
-        assert mapped.own < mixed.own <= owned.own and mixed.mapped == mapped.mapped
+        # The most that one phase takes: here the layer of the file, whose weights are F32.
+        assert mapped.own < mixed.own <= owned.own and mixed.total == mapped.total
         # The forced run has a state; the head of both sides is bound at once.
         forced = estimate(file, file)
         assert forced.mapped >= 2 * file.layer_bytes(3)
