@@ -72,24 +72,30 @@ KILLED = """
 import os, signal, sys
 from m3_convert import check_cli, walk_state
 from m3_runtime import command
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
 walk_state.SAVE_SECONDS = 0.0
-save = walk_state.WalkState.save
-def die(self, snapshot):
-    save(self, snapshot)
-    if snapshot.layer == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-walk_state.WalkState.save = die
+if sys.argv.pop(1) == "saved":
+    save = walk_state.WalkState.save
+    walk_state.WalkState.save = lambda self, snapshot: (save(self, snapshot), snapshot.layer == 2 and die())
+else:
+    fsync, seen = os.fsync, []
+    walk_state.os.fsync = lambda number: (fsync(number), seen.append(number), len(seen) == 2 and die())
 command.run(check_cli.app, check_cli.NAME, sys.argv[1:])
 """
 
 
-def test_kill_9(tiny_gguf, tiny_q8_gguf, m3_check_selection, states):
+@pytest.mark.parametrize(("moment", "layer"), [("saved", 2), ("saving", 1)])
+def test_kill_9(tiny_gguf, tiny_q8_gguf, m3_check_selection, states, moment, layer):
+    """After a layer is saved, and before what was written for it has the file's name."""
     command = [str(part) for part in (tiny_gguf, tiny_q8_gguf, *RUN, "--state", states)]
-    run = subprocess.run([sys.executable, "-c", KILLED, *command], capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-c", KILLED, moment, *command], capture_output=True, text=True)
     assert run.returncode == -9 and run.stdout == ""
+    assert len(list(states.glob("*/*.part"))) == (moment == "saving")
     again = m3_check_selection(*command)
-    assert "going on after layer 2 of 3" in again.err
+    assert f"going on after layer {layer} of 3" in again.err
     assert result(again.json) == result(m3_check_selection(*command).json)
+    assert list(states.glob("*")) == []
 
 
 def test_other_checks_have_other_states(tiny_gguf, tiny_q8_gguf, tmp_path, m3_check_selection, states, monkeypatch):
