@@ -237,10 +237,12 @@ enum { X_ROWS = 4 };
 /* Adds `count` pairs from pair `pair` of group g to the sums of n rows of x and 16 rows of weights. */
 INLINE void add_pairs(const m3_tile *t, int64_t pair, int count, const int16_t *const *x, int64_t at, int n,
                       __m256i (*sum)[2]) {
-#pragma GCC unroll 4
+#pragma GCC unroll 16
   for (int p = 0; p < count; p++) {
     __m256i w0 = _mm256_load_si256((const __m256i *)(const void *)t->q[pair + p][0]);
     __m256i w1 = _mm256_load_si256((const __m256i *)(const void *)t->q[pair + p][8]);
+    /* Else the compiler loads them anew for each row, more than the two loads a cycle. */
+    __asm__("" : "+x"(w0), "+x"(w1));
 #pragma GCC unroll 4
     for (int r = 0; r < n; r++) {
       __m256i two = _mm256_set1_epi32((int)word32(x[r] + at + 2 * p));
@@ -252,25 +254,19 @@ INLINE void add_pairs(const m3_tile *t, int64_t pair, int count, const int16_t *
   }
 }
 
-INLINE void add_groups(__m256i (*sum)[2], const float *weight_scale, const float *const *scale, int64_t at, int n,
-                       float *acc) {
+/* Adds sums of group `group` of the type, `at` of the activations. `min` may be NULL. */
+INLINE void add_sums(__m256i (*sum)[2], const float *weight_scale, const float *const *scale, int64_t at,
+                     const float *min, const float *const *x_sum, int64_t group, int n, float *acc) {
 #pragma GCC unroll 4
-  for (int r = 0; r < n; r++)
+  for (int r = 0; r < n; r++) {
+    __m256 s = _mm256_broadcast_ss(scale[r] + at), m = min ? _mm256_broadcast_ss(x_sum[r] + group) : s;
+#pragma GCC unroll 2
     for (int k = 0; k < 2; k++) {
       float *to = acc + r * M3_TILE_ROWS + 8 * k;
-      __m256 s = _mm256_broadcast_ss(scale[r] + at);
-      _mm256_storeu_ps(to, add_scaled(_mm256_loadu_ps(to), sum[r][k], _mm256_load_ps(weight_scale + 8 * k), s));
+      __m256 y = add_scaled(_mm256_loadu_ps(to), sum[r][k], _mm256_load_ps(weight_scale + 8 * k), s);
+      _mm256_storeu_ps(to, min ? _mm256_fnmadd_ps(_mm256_load_ps(min + 8 * k), m, y) : y);
     }
-}
-
-INLINE void subtract_minima(const float *min, const float *const *sum, int64_t at, int n, float *acc) {
-#pragma GCC unroll 4
-  for (int r = 0; r < n; r++)
-    for (int k = 0; k < 2; k++) {
-      float *to = acc + r * M3_TILE_ROWS + 8 * k;
-      __m256 s = _mm256_broadcast_ss(sum[r] + at);
-      _mm256_storeu_ps(to, _mm256_fnmadd_ps(_mm256_load_ps(min + 8 * k), s, _mm256_loadu_ps(to)));
-    }
+  }
 }
 
 /* n rows of activations with a tile. */
@@ -297,8 +293,7 @@ INLINE void multiply_rows(const m3_tile_product *p, const m3_activations *a, int
       } else {
         add_pairs(p->tile, 16 * g, 16, x, 32 * g, n, sum);
       }
-      add_groups(sum, p->tile->scale[group], scale, g, n, acc);
-      if (minima) subtract_minima(p->tile->min[group], sums, group, n, acc);
+      add_sums(sum, p->tile->scale[group], scale, g, minima ? p->tile->min[group] : NULL, sums, group, n, acc);
     }
 }
 
