@@ -213,6 +213,7 @@ INLINE void unpack_panel(const format f, const m3_weight_rows *w, int64_t first,
     for (int64_t k = 0; k < 2 * groups; k++) {
       __m256 pairs[8];
       m3_transpose8((const float *)(const void *)v[k], 8, (m3_f8 *)pairs);
+#pragma GCC unroll 8
       for (int p = 0; p < 8; p++) _mm256_store_ps((float *)(void *)out->q[column / 2 + 8 * k + p][first], pairs[p]);
     }
     __m256 s[16], m[16];
