@@ -126,7 +126,7 @@ typedef enum m3_attention {
 
 /* How one or a few queries (decoding) find their blocks. The lists are the same, bit for bit. */
 typedef enum m3_index_scan {
-  M3_INDEX_SCAN_AUTO = 0,   /* low-bit where it was measured to pay: from contexts of 32,768 tokens on */
+  M3_INDEX_SCAN_AUTO = 0,   /* low-bit where it was measured to pay: from contexts of 16,384 tokens on */
   M3_INDEX_SCAN_FULL = 1,   /* reads every index key */
   M3_INDEX_SCAN_LOW_BIT = 2 /* reads int8 copies with the norm of their error, which bound the scores, and then the keys
                              * of the blocks that the bounds do not rule out. The copies add 8 bytes and one byte a

@@ -37,7 +37,7 @@ struct m3_session {
 
 /* Tokens of a sequence from which the low-bit scan pays, as measured by tests/bench/msa.c; by itself
  * (M3_INDEX_SCAN_AUTO) it is used from there on. */
-#define M3_LOW_BIT_TOKENS 32768
+#define M3_LOW_BIT_TOKENS 16384
 
 /* Rows whose logits are computed together: bounds the logits buffer for a large vocabulary. */
 #define M3_LOGIT_ROWS 32

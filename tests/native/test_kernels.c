@@ -80,11 +80,11 @@ static void check_accumulate(const m3_kernels *k, int64_t n, uint64_t *seed) {
     fill(got, MOST * STRIDE, seed);
     memcpy(alone, got, sizeof got);
     memcpy(want, got, sizeof got);
-    m3_accumulate a = {got, STRIDE, n_acc, p, 32, v, STRIDE, N_V, n};
+    m3_accumulate a = {got, STRIDE, n_acc, p, 32, v, STRIDE, N_V, n, p, sizeof p};
     k->accumulate(&a);
     for (int64_t r = 0; r < n_acc; r++)
       for (int64_t j = 0; j < N_V; j++)
-        k->accumulate(&(m3_accumulate){alone + r * STRIDE, 0, 1, p + r * 32 + j, 0, v + j * STRIDE, 0, 1, n});
+        k->accumulate(&(m3_accumulate){alone + r * STRIDE, 0, 1, p + r * 32 + j, 0, v + j * STRIDE, 0, 1, n, NULL, 0});
     a.acc = want;
     m3_kernels_scalar.accumulate(&a);
     CHECK(memcmp(got, alone, sizeof got) == 0, "%s: accumulate of %lld rows, n=%lld: depends on the grouping", k->name,

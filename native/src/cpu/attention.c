@@ -13,6 +13,9 @@
 #define MAX_ROWS 64 /* that one task takes together */
 #define SLOTS 4     /* parts of a single row that wait in one thread's buffer to be merged */
 
+/* Tokens of a block that are converted together where a single reading needs them: they stay in the first cache. */
+#define FEW_TOKENS 32
+
 /* The softmax of one query head so far: the sum of exponentials relative to the maximum. The maximum is that of the
  * plain products; they are scaled with the difference. */
 typedef struct softmax {
@@ -85,27 +88,30 @@ static int64_t visible(const m3_context *c, const m3_attend_params *p, int32_t r
   return n < size ? n : size;
 }
 
-static const float *block_rows(const m3_context *c, int32_t type, const void *base, int64_t first_row, int64_t n,
-                               float *converted) {
-  int64_t dim = c->hparams->head_dim;
-  const char *src = (const char *)base + first_row * m3_row_bytes(type, dim);
-  if (type == M3_TYPE_F32) return (const float *)(const void *)src;
-  m3_convert_row(c->kernels, type, src, converted, n * dim);
+/* Keys and values of a block, of `type`. */
+typedef struct block_data {
+  const char *k, *v;
+  int32_t type;
+} block_data;
+
+static block_data block_of(const m3_context *c, const m3_attend_params *p, const reading *r, int64_t block) {
+  const m3_hparams *h = c->hparams;
+  int64_t page = p->rows->tables[p->rows->seq[r->row]][block];
+  int64_t first = (page * h->n_head_kv + r->kv_head) * h->block_size * m3_row_bytes(p->cache.kv_type, h->head_dim);
+  return (block_data){(const char *)p->cache.k + first, (const char *)p->cache.v + first, p->cache.kv_type};
+}
+
+/* n rows as float32. */
+static const float *floats_of(const m3_context *c, int32_t type, const char *rows, int64_t n, float *converted) {
+  if (type == M3_TYPE_F32) return (const float *)(const void *)rows;
+  m3_convert_row(c->kernels, type, rows, converted, n * c->hparams->head_dim);
   return converted;
 }
 
-/* Keys and values of one block as float32. */
-typedef struct block_data {
-  const float *k, *v;
-} block_data;
-
-static block_data load_block(const m3_context *c, const m3_attend_params *p, const reading *r, int64_t block, int64_t n,
-                             const buffers *b) {
-  const m3_hparams *h = c->hparams;
-  int64_t page = p->rows->tables[p->rows->seq[r->row]][block];
-  int64_t first_row = (page * h->n_head_kv + r->kv_head) * h->block_size;
-  return (block_data){block_rows(c, p->cache.kv_type, p->cache.k, first_row, n, b->k),
-                      block_rows(c, p->cache.kv_type, p->cache.v, first_row, n, b->v)};
+/* The first n tokens converted, for many readings. */
+static block_data converted(const m3_context *c, block_data block, int64_t n, const buffers *b) {
+  return (block_data){(const char *)floats_of(c, block.type, block.k, n, b->k),
+                      (const char *)floats_of(c, block.type, block.v, n, b->v), M3_TYPE_F32};
 }
 
 static float scale_of(const m3_hparams *h) { return 1.0f / sqrtf((float)h->head_dim); }
@@ -121,25 +127,32 @@ static void multiply(float *x, float a, int64_t n) {
   for (int64_t i = 0; i < n; i++) x[i] *= a;
 }
 
-/* Adds n tokens of the i-th block of a row to the part, whose first block is i / PART * PART. */
+/* Adds n tokens of the i-th block of a row to the part, whose first block is i / PART * PART. next_k: keys that are
+ * read after these, or NULL. */
 static void absorb(const m3_context *c, const m3_attend_params *p, const reading *r, int64_t i, block_data block,
-                   int64_t n, float *score, float *acc, softmax *state) {
+                   const char *next_k, int64_t n, const buffers *b, float *acc, softmax *state) {
   const m3_hparams *h = c->hparams;
   int64_t group = h->n_head / h->n_head_kv, dim = h->head_dim, first = i / PART * PART;
-  float scale = scale_of(h), *mass = mass_of(c, p, r);
+  int64_t bytes = m3_row_bytes(block.type, dim), step = block.type == M3_TYPE_F32 ? n : FEW_TOKENS;
+  float scale = scale_of(h), *mass = mass_of(c, p, r), *score = b->score;
   if (i == first) {
     memset(acc, 0, (size_t)(group * dim) * sizeof *acc);
     for (int64_t g = 0; g < group; g++) state[g] = (softmax){-INFINITY, 0};
   }
-  c->kernels->dots(&(m3_dots){.rows = block.k,
-                              .row_stride = dim,
-                              .n_rows = n,
-                              .x = c->scratch->q + ((int64_t)r->row * h->n_head + r->kv_head * group) * dim,
-                              .x_stride = dim,
-                              .n_x = group,
-                              .n = dim,
-                              .out = score,
-                              .out_stride = h->block_size});
+  for (int64_t j = 0; j < n; j += step) {
+    int64_t tokens = n - j < step ? n - j : step;
+    c->kernels->dots(&(m3_dots){.rows = floats_of(c, block.type, block.k + j * bytes, tokens, b->k),
+                                .row_stride = dim,
+                                .n_rows = tokens,
+                                .x = c->scratch->q + ((int64_t)r->row * h->n_head + r->kv_head * group) * dim,
+                                .x_stride = dim,
+                                .n_x = group,
+                                .n = dim,
+                                .out = score + j,
+                                .out_stride = h->block_size,
+                                .next = next_k ? block.v + j * bytes : NULL,
+                                .next_bytes = next_k ? tokens * bytes : 0});
+  }
   for (int64_t g = 0; g < group; g++) {
     float *s = score + g * h->block_size;
     bool finite = true; /* what is not shows in the result */
@@ -155,15 +168,20 @@ static void absorb(const m3_context *c, const m3_attend_params *p, const reading
     state[g].sum += sum;
     if (mass) mass[g * h->top_k + i] = sum;
   }
-  c->kernels->accumulate(&(m3_accumulate){.acc = acc,
-                                          .acc_stride = dim,
-                                          .n_acc = group,
-                                          .p = score,
-                                          .p_stride = h->block_size,
-                                          .v = block.v,
-                                          .v_stride = dim,
-                                          .n_v = n,
-                                          .n = dim});
+  for (int64_t j = 0; j < n; j += step) {
+    int64_t tokens = n - j < step ? n - j : step;
+    c->kernels->accumulate(&(m3_accumulate){.acc = acc,
+                                            .acc_stride = dim,
+                                            .n_acc = group,
+                                            .p = score + j,
+                                            .p_stride = h->block_size,
+                                            .v = floats_of(c, block.type, block.v + j * bytes, tokens, b->k),
+                                            .v_stride = dim,
+                                            .n_v = tokens,
+                                            .n = dim,
+                                            .next = next_k ? next_k + j * bytes : NULL,
+                                            .next_bytes = next_k ? tokens * bytes : 0});
+  }
 }
 
 /* Merges the part of blocks [first, end) of a row into its result, which after the last part is divided by the sum. */
@@ -211,13 +229,20 @@ static void attend_rows(const m3_context *c, const m3_attend_params *p, int32_t 
       block = block_at(r, r->i);
     }
     if (block == INT64_MAX) return;
-    block_data data = load_block(c, p, &readings[0], block, most, b);
+    block_data data = block_of(c, p, &readings[0], block);
+    const char *next_k = NULL;
+    if (n > 1)
+      data = converted(c, data, most, b);
+    else if (readings[0].i + 1 < readings[0].n)
+      next_k = block_of(c, p, &readings[0], block_at(&readings[0], readings[0].i + 1)).k;
+    else
+      next_k = data.k;
     for (int32_t k = 0; k < n; k++) {
       reading *r = &readings[k];
       if (r->i == r->n || block_at(r, r->i) != block) continue;
       float *acc = b->acc + k * group * dim;
       softmax *state = b->state + k * group;
-      absorb(c, p, r, r->i, data, visible(c, p, r->row, block), b->score, acc, state);
+      absorb(c, p, r, r->i, data, next_k, visible(c, p, r->row, block), b, acc, state);
       r->i++;
       if (r->i % PART == 0 || r->i == r->n)
         merge(c, p, r, (r->i - 1) / PART * PART, r->i, acc, state, b->total + k * group);
@@ -248,13 +273,31 @@ static void attend_tiles(const m3_context *c, const m3_attend_params *p, int32_t
 
 /* ---------------------------------------------------------------------------------------------- single rows */
 
-/* Part `part` of a row into a place of its own. */
-static void attend_part(const m3_context *c, const m3_attend_params *p, const reading *r, int64_t part,
+/* A part of a row for one KV head, number `unit` of all of them. */
+typedef struct part_of_row {
+  reading r;
+  int64_t first, end; /* blocks; first >= end: it has none */
+} part_of_row;
+
+static part_of_row part_at(const m3_context *c, const m3_attend_params *p, int32_t row, int64_t unit) {
+  int64_t heads = c->hparams->n_head_kv;
+  part_of_row x = {reading_of(c, p, row, (int32_t)(unit % heads)), unit / heads * PART, 0};
+  x.end = x.first + PART < x.r.n ? x.first + PART : x.r.n;
+  return x;
+}
+
+/* A part into a place of its own. `next` follows it. */
+static void attend_part(const m3_context *c, const m3_attend_params *p, const part_of_row *x, const part_of_row *next,
                         const buffers *b, float *acc, softmax *state) {
-  int64_t end = (part + 1) * PART < r->n ? (part + 1) * PART : r->n;
-  for (int64_t i = part * PART; i < end; i++) {
-    int64_t block = block_at(r, i), n = visible(c, p, r->row, block);
-    absorb(c, p, r, i, load_block(c, p, r, block, n, b), n, b->score, acc, state);
+  for (int64_t i = x->first; i < x->end; i++) {
+    int64_t block = block_at(&x->r, i), n = visible(c, p, x->r.row, block);
+    block_data data = block_of(c, p, &x->r, block);
+    const char *next_k = data.k;
+    if (i + 1 < x->end)
+      next_k = block_of(c, p, &x->r, block_at(&x->r, i + 1)).k;
+    else if (next->first < next->end)
+      next_k = block_of(c, p, &next->r, block_at(&next->r, next->first)).k;
+    absorb(c, p, &x->r, i, data, next_k, n, b, acc, state);
   }
 }
 
@@ -270,23 +313,21 @@ static void attend_single(const m3_context *c, const m3_attend_params *p, int32_
   softmax *total = buffers_of(c, 0).total;
   for (int64_t start = 0; start < parts * heads; start += wave) {
     int64_t end = start + wave < parts * heads ? start + wave : parts * heads;
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(static)
     for (int64_t unit = start; unit < end; unit++) {
-      reading r = reading_of(c, p, row, (int32_t)(unit % heads));
+      part_of_row x = part_at(c, p, row, unit), next = part_at(c, p, row, unit + 1);
       buffers owner = buffers_of(c, (unit - start) / SLOTS);
       int64_t slot = (unit - start) % SLOTS * group;
-      if (unit / heads * PART < r.n)
-        attend_part(c, p, &r, unit / heads, b, owner.acc + slot * h->head_dim, owner.state + slot);
+      attend_part(c, p, &x, &next, b, owner.acc + slot * h->head_dim, owner.state + slot);
     }
 #pragma omp for schedule(static)
     for (int32_t head = 0; head < heads; head++)
       for (int64_t unit = start; unit < end; unit++) {
-        reading r = reading_of(c, p, row, head);
-        int64_t first = unit / heads * PART, slot = (unit - start) % SLOTS * group;
-        if (unit % heads != head || first >= r.n) continue;
+        part_of_row x = part_at(c, p, row, unit);
+        int64_t slot = (unit - start) % SLOTS * group;
+        if (unit % heads != head || x.first >= x.end) continue;
         buffers owner = buffers_of(c, (unit - start) / SLOTS);
-        merge(c, p, &r, first, first + PART < r.n ? first + PART : r.n, owner.acc + slot * h->head_dim,
-              owner.state + slot, total + head * group);
+        merge(c, p, &x.r, x.first, x.end, owner.acc + slot * h->head_dim, owner.state + slot, total + head * group);
       }
   }
 }

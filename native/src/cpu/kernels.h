@@ -44,6 +44,9 @@ typedef struct m3_accumulate {
   const float *v;
   int64_t v_stride, n_v;
   int64_t n;
+  /* Memory that will be read next, or NULL: it is fetched meanwhile. */
+  const void *next;
+  int64_t next_bytes;
 } m3_accumulate;
 
 /* out[i] = largest over n keys of s (t D + slack) + e norm + FLT_MIN, in these steps of float32, for four queries: (s,

@@ -91,6 +91,17 @@ static void multiply_floats(const m3_context *c, const m3_matmul_params *p, cons
     multiply_rows(c, p, w, r, w->n - r < X_ROWS ? w->n - r : X_ROWS, (float_buffer *)buffer);
 }
 
+/* Asks for columns from `column` on that will be unpacked next: behind the last ones those of the next tile, whose rows
+ * follow in memory. */
+static void fetch_tile(const piece *w, int32_t type, int64_t column) {
+  const char *from = w->weights + m3_row_bytes(type, column);
+  if (column >= w->n_in) from = w->weights + w->count * w->row_bytes, column = 0;
+  int64_t columns = w->n_in - column < M3_TILE_COLUMNS ? w->n_in - column : M3_TILE_COLUMNS;
+  int64_t bytes = m3_row_bytes(type, columns);
+  for (int64_t j = 0; j < w->count; j++)
+    for (int64_t i = 0; i < bytes; i += CACHE_LINE) __builtin_prefetch(from + j * w->row_bytes + i, 0, 3);
+}
+
 static void multiply_tile(const m3_context *c, const m3_matmul_params *p, const piece *w, integer_buffer *buffer) {
   const m3_products *products = c->kernels->products;
   int32_t type = w->factor->weight->tensor->type;
@@ -103,6 +114,7 @@ static void multiply_tile(const m3_context *c, const m3_matmul_params *p, const 
       int64_t columns = w->n_in - column < M3_TILE_COLUMNS ? w->n_in - column : M3_TILE_COLUMNS;
       const char *data = w->weights + m3_row_bytes(type, column);
       unpack(&(m3_weight_rows){w->coding, data, w->row_bytes, w->count, columns}, &buffer->tile);
+      fetch_tile(w, type, column + columns);
       products->multiply(&(m3_tile_product){
           .coding = w->coding,
           .tile = &buffer->tile,

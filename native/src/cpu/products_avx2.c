@@ -2,6 +2,7 @@
 #if defined(__x86_64__)
 #include <math.h>
 
+#include "cpu/panels_avx2.h"
 #include "cpu/products.h"
 #include "cpu/unpack_codebooks_avx2.h"
 #include "quant/lanes.h"
@@ -14,7 +15,8 @@ typedef struct format {
   size_t block; /* bytes of a block */
   int groups;   /* of 256 elements: 8 or 16 */
   bool minima;
-  int zero; /* in the lanes of `codes` */
+  int zero;    /* in the lanes of `codes` */
+  bool by_row; /* a row of the panel at a time, which takes fewer registers; else four rows, which takes no memory */
   void (*codes)(const void *src, int i, __m256i *v);
   void (*scales)(const void *src, float *s, float *m);
   panel_scales *panel; /* NULL: from the scales of each row */
@@ -44,9 +46,25 @@ INLINE void pad_rows(const format *f, int64_t elements, panel *p) {
   }
 }
 
-/* Rows that follow lie behind these in memory: asks for the same part of the next panel. */
-INLINE void prefetch(const format *f, const char *row, int64_t row_bytes) {
-  for (size_t at = 0; at < f->bytes; at += 64) _mm_prefetch(row + PANEL * row_bytes + at, _MM_HINT_T0);
+/* What is fetched of the next panel, which lies behind this one, while a panel is worked on: from `at` on, for each of
+ * its rows. Long rows are fetched where they will be read. Short ones in the order of memory: where several of them
+ * share a page, the processor's own prefetch, which must run ahead of these, takes them for one stream. */
+typedef struct fetching {
+  const char *at;
+  int64_t row, column; /* bytes from one row to the next, and from one 256 columns to the next */
+} fetching;
+
+enum { LONG_ROW = 2560 };
+
+INLINE fetching begin_fetching(const format *f, const m3_weight_rows *w, int64_t first) {
+  int64_t bytes = (int64_t)f->bytes;
+  const char *next = (const char *)w->data + (first + PANEL) * w->row_bytes;
+  return w->row_bytes < LONG_ROW ? (fetching){next, bytes, PANEL * bytes} : (fetching){next, w->row_bytes, bytes};
+}
+
+INLINE void fetch(const format *f, const char *at) {
+#pragma GCC unroll 8
+  for (size_t i = 0; i < f->bytes; i += 64) _mm_prefetch(at + i, _MM_HINT_T0);
 }
 
 /* Scales and minima by group, a row in each lane. */
@@ -72,57 +90,83 @@ INLINE __m256i sum_lanes(const __m256i *rows) {
   return _mm256_add_epi32(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b));
 }
 
-/* Sums of lanes of eight rows: of the first 16 elements of a group in `low`, of the second in `high`. */
-INLINE void sum_rows(const __m256i *rows, __m256i *low, __m256i *high) {
-  __m256i first = sum_lanes(rows), second = sum_lanes(rows + 4);
-  *low = _mm256_permute2x128_si256(first, second, 0x20);
-  *high = _mm256_permute2x128_si256(first, second, 0x31);
-}
-
 INLINE __m256 add_scaled(__m256 acc, __m256i sum, __m256 weight_scale, __m256 scale) {
   return _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), _mm256_mul_ps(weight_scale, scale), acc);
 }
 
-/* 256 columns of eight rows, added to the sums of the rows. */
-INLINE __m256 multiply_panel(const format *f, const panel *p, int64_t row_bytes, const m3_activations *a,
-                             int64_t column, __m256 acc) {
-  __m256i sums[8][PANEL];
-  const __m256i *x = (const __m256i *)(const void *)(a->q + column);
-  for (int j = 0; j < PANEL; j++) {
-    const char *b = p->row[j];
-    prefetch(f, b, row_bytes);
+/* Sums of groups 2 i and 2 i + 1 of a row in lanes. */
+INLINE void multiply_codes(const format *f, const char *row, int i, const int16_t *x, __m256i *even, __m256i *odd) {
+  __m256i v[4];
+  f->codes(row, i, v);
+  *even = _mm256_add_epi32(_mm256_madd_epi16(v[0], load32(x)), _mm256_madd_epi16(v[1], load32(x + 16)));
+  *odd = _mm256_add_epi32(_mm256_madd_epi16(v[2], load32(x + 32)), _mm256_madd_epi16(v[3], load32(x + 48)));
+}
+
+/* sums[h][g] = those of group g of rows 4 h to 4 h + 3, as sum_lanes gives them: low halves are of the first 16
+ * elements of the group, high ones of the second 16. */
+INLINE void sum_by_fours(const format *f, const panel *p, const int16_t *q, fetching next, __m256i (*sums)[8]) {
+  for (int h = 0; h < 2; h++) {
+    for (int j = 0; j < 4; j++, next.at += next.row) fetch(f, next.at);
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
-      __m256i v[4];
-      f->codes(b, i, v);
-#pragma GCC unroll 2
-      for (int k = 0; k < 2; k++)
-        sums[2 * i + k][j] = _mm256_add_epi32(_mm256_madd_epi16(v[2 * k], x[4 * i + 2 * k]),
-                                              _mm256_madd_epi16(v[2 * k + 1], x[4 * i + 2 * k + 1]));
+      __m256i even[4], odd[4];
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; j++) multiply_codes(f, p->row[4 * h + j], i, q + 64 * i, &even[j], &odd[j]);
+      sums[h][2 * i] = sum_lanes(even);
+      sums[h][2 * i + 1] = sum_lanes(odd);
     }
   }
+}
+
+INLINE void sum_by_rows(const format *f, const panel *p, const int16_t *q, fetching next, __m256i (*sums)[8]) {
+  __m256i lanes[8][PANEL];
+  for (int j = 0; j < PANEL; j++, next.at += next.row) {
+    fetch(f, next.at);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) multiply_codes(f, p->row[j], i, q + 64 * i, &lanes[2 * i][j], &lanes[2 * i + 1][j]);
+  }
+  for (int g = 0; g < 8; g++) {
+    sums[0][g] = sum_lanes(lanes[g]);
+    sums[1][g] = sum_lanes(lanes[g] + 4);
+  }
+}
+
+/* Adds group g of the activations; `first` and `second` are sums of rows 0 to 3 and 4 to 7. */
+INLINE __m256 add_group(const format *f, __m256i first, __m256i second, const __m256 *s, const __m256 *m,
+                        const m3_activations *a, int64_t at, __m256 acc) {
+  if (f->zero) {
+    const __m256i halves = _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1);
+    __m256i total = _mm256_set1_epi64x((int64_t)word64(a->total + 2 * at));
+    total = _mm256_slli_epi32(_mm256_permutevar8x32_epi32(total, halves), __builtin_ctz((unsigned)f->zero));
+    first = _mm256_sub_epi32(first, total);
+    second = _mm256_sub_epi32(second, total);
+  }
+  __m256i low = _mm256_permute2x128_si256(first, second, 0x20);
+  __m256i high = _mm256_permute2x128_si256(first, second, 0x31);
+  __m256 scale = _mm256_broadcast_ss(a->scale + at);
+  if (f->groups == 8) {
+    acc = add_scaled(acc, _mm256_add_epi32(low, high), s[0], scale);
+    return f->minima ? _mm256_fnmadd_ps(m[0], _mm256_broadcast_ss(a->sum + at), acc) : acc;
+  }
+  acc = add_scaled(acc, low, s[0], scale);
+  if (f->minima) acc = _mm256_fnmadd_ps(m[0], _mm256_broadcast_ss(a->half_sum + 2 * at), acc);
+  acc = add_scaled(acc, high, s[1], scale);
+  return f->minima ? _mm256_fnmadd_ps(m[1], _mm256_broadcast_ss(a->half_sum + 2 * at + 1), acc) : acc;
+}
+
+/* 256 columns of eight rows, added to the sums of the rows. */
+INLINE __m256 multiply_panel(const format *f, const panel *p, fetching next, const m3_activations *a, int64_t column,
+                             __m256 acc) {
+  const int step = f->groups / 8;
   __m256 s[16], m[16];
   scales_of_panel(f, p, s, m);
-  for (int g = 0; g < 8; g++) {
-    int64_t at = column / M3_ACTIVATION_GROUP + g;
-    __m256 scale = _mm256_broadcast_ss(a->scale + at);
-    const int32_t *total = a->total + 2 * at;
-    __m256i low, high;
-    sum_rows(sums[g], &low, &high);
-    if (f->groups == 8) {
-      __m256i sum = _mm256_add_epi32(low, high);
-      if (f->zero) sum = _mm256_sub_epi32(sum, _mm256_set1_epi32(f->zero * (total[0] + total[1])));
-      acc = add_scaled(acc, sum, s[g], scale);
-      if (f->minima) acc = _mm256_fnmadd_ps(m[g], _mm256_broadcast_ss(a->sum + at), acc);
-    } else {
-      if (f->zero) low = _mm256_sub_epi32(low, _mm256_set1_epi32(f->zero * total[0]));
-      if (f->zero) high = _mm256_sub_epi32(high, _mm256_set1_epi32(f->zero * total[1]));
-      acc = add_scaled(acc, low, s[2 * g], scale);
-      if (f->minima) acc = _mm256_fnmadd_ps(m[2 * g], _mm256_broadcast_ss(a->half_sum + 2 * at), acc);
-      acc = add_scaled(acc, high, s[2 * g + 1], scale);
-      if (f->minima) acc = _mm256_fnmadd_ps(m[2 * g + 1], _mm256_broadcast_ss(a->half_sum + 2 * at + 1), acc);
-    }
-  }
+  __m256i sums[2][8];
+  if (f->by_row)
+    sum_by_rows(f, p, a->q + column, next, sums);
+  else
+    sum_by_fours(f, p, a->q + column, next, sums);
+  for (int g = 0; g < 8; g++)
+    acc = add_group(f, sums[0][g], sums[1][g], s + step * g, m + step * g, a, column / M3_ACTIVATION_GROUP + g, acc);
   return acc;
 }
 
@@ -131,10 +175,12 @@ INLINE __m256 panel_product(const format f, const m3_weight_rows *w, int64_t fir
   __m256 acc = _mm256_setzero_ps();
   panel p;
   begin_panel(w, first, &p);
+  fetching next = begin_fetching(&f, w, first);
   int64_t column = 0;
   for (; column < w->n; column += M3_SUPERBLOCK) {
     if (f.block != f.bytes && w->n - column < M3_SUPERBLOCK) pad_rows(&f, w->n - column, &p);
-    acc = multiply_panel(&f, &p, w->row_bytes, a, column, acc);
+    acc = multiply_panel(&f, &p, next, a, column, acc);
+    next.at += next.column;
     for (int j = 0; j < PANEL; j++) p.row[j] += f.bytes;
   }
   return acc;
@@ -167,6 +213,7 @@ INLINE void unpack_panel(const format f, const m3_weight_rows *w, int64_t first,
     for (int64_t k = 0; k < 2 * groups; k++) {
       __m256 pairs[8];
       m3_transpose8((const float *)(const void *)v[k], 8, (m3_f8 *)pairs);
+#pragma GCC unroll 8
       for (int p = 0; p < 8; p++) _mm256_store_ps((float *)(void *)out->q[column / 2 + 8 * k + p][first], pairs[p]);
     }
     __m256 s[16], m[16];
@@ -191,10 +238,12 @@ enum { X_ROWS = 4 };
 /* Adds `count` pairs from pair `pair` of group g to the sums of n rows of x and 16 rows of weights. */
 INLINE void add_pairs(const m3_tile *t, int64_t pair, int count, const int16_t *const *x, int64_t at, int n,
                       __m256i (*sum)[2]) {
-#pragma GCC unroll 4
+#pragma GCC unroll 16
   for (int p = 0; p < count; p++) {
     __m256i w0 = _mm256_load_si256((const __m256i *)(const void *)t->q[pair + p][0]);
     __m256i w1 = _mm256_load_si256((const __m256i *)(const void *)t->q[pair + p][8]);
+    /* Else the compiler loads them anew for each row, more than the two loads a cycle. */
+    __asm__("" : "+x"(w0), "+x"(w1));
 #pragma GCC unroll 4
     for (int r = 0; r < n; r++) {
       __m256i two = _mm256_set1_epi32((int)word32(x[r] + at + 2 * p));
@@ -206,25 +255,19 @@ INLINE void add_pairs(const m3_tile *t, int64_t pair, int count, const int16_t *
   }
 }
 
-INLINE void add_groups(__m256i (*sum)[2], const float *weight_scale, const float *const *scale, int64_t at, int n,
-                       float *acc) {
+/* Adds sums of group `group` of the type, `at` of the activations. `min` may be NULL. */
+INLINE void add_sums(__m256i (*sum)[2], const float *weight_scale, const float *const *scale, int64_t at,
+                     const float *min, const float *const *x_sum, int64_t group, int n, float *acc) {
 #pragma GCC unroll 4
-  for (int r = 0; r < n; r++)
+  for (int r = 0; r < n; r++) {
+    __m256 s = _mm256_broadcast_ss(scale[r] + at), m = min ? _mm256_broadcast_ss(x_sum[r] + group) : s;
+#pragma GCC unroll 2
     for (int k = 0; k < 2; k++) {
       float *to = acc + r * M3_TILE_ROWS + 8 * k;
-      __m256 s = _mm256_broadcast_ss(scale[r] + at);
-      _mm256_storeu_ps(to, add_scaled(_mm256_loadu_ps(to), sum[r][k], _mm256_load_ps(weight_scale + 8 * k), s));
+      __m256 y = add_scaled(_mm256_loadu_ps(to), sum[r][k], _mm256_load_ps(weight_scale + 8 * k), s);
+      _mm256_storeu_ps(to, min ? _mm256_fnmadd_ps(_mm256_load_ps(min + 8 * k), m, y) : y);
     }
-}
-
-INLINE void subtract_minima(const float *min, const float *const *sum, int64_t at, int n, float *acc) {
-#pragma GCC unroll 4
-  for (int r = 0; r < n; r++)
-    for (int k = 0; k < 2; k++) {
-      float *to = acc + r * M3_TILE_ROWS + 8 * k;
-      __m256 s = _mm256_broadcast_ss(sum[r] + at);
-      _mm256_storeu_ps(to, _mm256_fnmadd_ps(_mm256_load_ps(min + 8 * k), s, _mm256_loadu_ps(to)));
-    }
+  }
 }
 
 /* n rows of activations with a tile. */
@@ -251,8 +294,7 @@ INLINE void multiply_rows(const m3_tile_product *p, const m3_activations *a, int
       } else {
         add_pairs(p->tile, 16 * g, 16, x, 32 * g, n, sum);
       }
-      add_groups(sum, p->tile->scale[group], scale, g, n, acc);
-      if (minima) subtract_minima(p->tile->min[group], sums, group, n, acc);
+      add_sums(sum, p->tile->scale[group], scale, g, minima ? p->tile->min[group] : NULL, sums, group, n, acc);
     }
 }
 
@@ -340,37 +382,37 @@ static void round_row(const float *x, int64_t n, void *out) {
 
 /* ------------------------------------------------------------------------------------------------ types */
 
-#define FORMAT(name, blocks, groups, minima, panel)                                                                 \
-  ((format){(blocks) * sizeof(m3_block_##name), sizeof(m3_block_##name), groups, minima, zero_##name, codes_##name, \
-            scales_##name, panel})
-#define TYPE(name, blocks, groups, minima, panel)                                  \
+#define FORMAT(name, blocks, groups, minima, by_row, panel)                                                   \
+  ((format){(blocks) * sizeof(m3_block_##name), sizeof(m3_block_##name), groups, minima, zero_##name, by_row, \
+            codes_##name, scales_##name, panel})
+#define TYPE(name, blocks, groups, minima, by_row, panel)                          \
   static void product_##name(const m3_weight_rows *w, const void *x, float *out) { \
-    row_product(FORMAT(name, blocks, groups, minima, panel), w, x, out);           \
+    row_product(FORMAT(name, blocks, groups, minima, by_row, panel), w, x, out);   \
   }                                                                                \
   static void unpack_##name(const m3_weight_rows *w, m3_tile *out) {               \
-    unpack(FORMAT(name, blocks, groups, minima, panel), w, out);                   \
+    unpack(FORMAT(name, blocks, groups, minima, by_row, panel), w, out);           \
   }
 
-TYPE(q4_0, 8, 8, false, panel_q4_0)
-TYPE(q4_1, 8, 8, true, panel_q4_1)
-TYPE(q5_0, 8, 8, false, panel_q5_0)
-TYPE(q5_1, 8, 8, true, panel_q5_1)
-TYPE(q8_0, 8, 8, false, panel_q8_0)
-TYPE(iq4_nl, 8, 8, false, panel_iq4_nl)
-TYPE(mxfp4, 8, 8, false, NULL)
-TYPE(q2_k, 1, 16, true, NULL)
-TYPE(q3_k, 1, 16, false, NULL)
-TYPE(q4_k, 1, 8, true, panel_q4_k)
-TYPE(q5_k, 1, 8, true, panel_q5_k)
-TYPE(q6_k, 1, 16, false, NULL)
-TYPE(iq4_xs, 1, 8, false, NULL)
-TYPE(iq2_xxs, 1, 8, false, NULL)
-TYPE(iq2_xs, 1, 16, false, NULL)
-TYPE(iq2_s, 1, 16, false, NULL)
-TYPE(iq3_xxs, 1, 8, false, NULL)
-TYPE(iq3_s, 1, 8, false, NULL)
-TYPE(iq1_s, 1, 8, false, NULL)
-TYPE(iq1_m, 1, 16, false, NULL)
+TYPE(q4_0, 8, 8, false, true, panel_q4_0)
+TYPE(q4_1, 8, 8, true, true, panel_q4_1)
+TYPE(q5_0, 8, 8, false, true, panel_q5_0)
+TYPE(q5_1, 8, 8, true, true, panel_q5_1)
+TYPE(q8_0, 8, 8, false, false, panel_q8_0)
+TYPE(iq4_nl, 8, 8, false, true, panel_iq4_nl)
+TYPE(mxfp4, 8, 8, false, true, NULL)
+TYPE(q2_k, 1, 16, true, false, panel_q2_k)
+TYPE(q3_k, 1, 16, false, false, panel_q3_k)
+TYPE(q4_k, 1, 8, true, false, panel_q4_k)
+TYPE(q5_k, 1, 8, true, false, panel_q5_k)
+TYPE(q6_k, 1, 16, false, false, panel_q6_k)
+TYPE(iq4_xs, 1, 8, false, false, panel_iq4_xs)
+TYPE(iq2_xxs, 1, 8, false, true, NULL)
+TYPE(iq2_xs, 1, 16, false, true, NULL)
+TYPE(iq2_s, 1, 16, false, true, NULL)
+TYPE(iq3_xxs, 1, 8, false, true, NULL)
+TYPE(iq3_s, 1, 8, false, true, NULL)
+TYPE(iq1_s, 1, 8, false, true, NULL)
+TYPE(iq1_m, 1, 16, false, true, NULL)
 
 #define PRODUCT(name) product_##name
 #define UNPACK(name) unpack_##name

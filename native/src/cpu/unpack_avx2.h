@@ -40,7 +40,8 @@ INLINE __m256i moved_field(__m256i a, int shift, int bits, int to) {
 INLINE void split_field(__m256i a, int shift, int bits, __m256i v[2]) {
   const __m256i mask = _mm256_set1_epi16((int16_t)((1 << bits) - 1));
   v[0] = _mm256_and_si256(_mm256_srli_epi16(a, shift), mask);
-  v[1] = _mm256_and_si256(_mm256_srli_epi16(a, 8 + shift), mask);
+  v[1] = _mm256_srli_epi16(a, 8 + shift);
+  if (shift + bits < 8) v[1] = _mm256_and_si256(v[1], mask);
 }
 
 INLINE void split_unsigned(__m256i a, __m256i v[2]) {
@@ -126,34 +127,12 @@ INLINE __m128i nibbles16(const uint8_t *p) {
   return _mm_unpacklo_epi8(_mm_and_si128(q, mask), _mm_and_si128(_mm_srli_epi16(q, 4), mask));
 }
 
-/* Of eight rows, a row in each lane: what a type has where that is cheaper than scales_T of each row. */
-typedef void panel_scales(const char *const *rows, __m256 *s, __m256 *m);
-
-/* The float16 at an offset of eight rows. */
-INLINE __m256 halves_of_rows(const char *const *rows, size_t offset) {
-  __m128i h = _mm_setzero_si128();
-#define PUT(j) h = _mm_insert_epi16(h, (int16_t)word16(rows[j] + offset), j)
-  PUT(0), PUT(1), PUT(2), PUT(3), PUT(4), PUT(5), PUT(6), PUT(7);
-#undef PUT
-  return _mm256_cvtph_ps(h);
-}
-
 /* ------------------------------------------------------------------------------------------------ blocks of 32 */
 
 #define CODES_32(type, split)                                               \
   INLINE void codes_##type(const void *src, int i, __m256i *v) {            \
     const m3_block_##type *b = (const m3_block_##type *)src + 2 * i;        \
     _Pragma("GCC unroll 2") for (int k = 0; k < 2; k++, b++, v += 2) split; \
-  }
-
-#define PANEL_32(type, minima)                                              \
-  INLINE void panel_##type(const char *const *rows, __m256 *s, __m256 *m) { \
-    for (size_t g = 0; g < 8; g++) {                                        \
-      s[g] = halves_of_rows(rows, g * sizeof(m3_block_##type));             \
-      if (!(minima)) continue;                                              \
-      __m256 min = halves_of_rows(rows, g * sizeof(m3_block_##type) + 2);   \
-      m[g] = _mm256_xor_ps(min, _mm256_set1_ps(-0.0f));                     \
-    }                                                                       \
   }
 
 #define SCALES_32(type)                                            \
@@ -187,13 +166,6 @@ SCALES_32(q5_0)
 SCALES_AND_MINIMA_32(q5_1)
 SCALES_32(q8_0)
 SCALES_32(iq4_nl)
-
-PANEL_32(q4_0, false)
-PANEL_32(q4_1, true)
-PANEL_32(q5_0, false)
-PANEL_32(q5_1, true)
-PANEL_32(q8_0, false)
-PANEL_32(iq4_nl, false)
 
 INLINE void scales_mxfp4(const void *src, float *s, float *m) {
   const m3_block_mxfp4 *b = src;
@@ -263,37 +235,6 @@ INLINE void scales_q4_k(const void *src, float *s, float *m) {
   six_bits(b->d, b->dmin, b->scales, s, m);
 }
 
-/* Of Q4_K and Q5_K, whose blocks begin with the same 16 bytes. */
-INLINE void six_bits_of_rows(const char *const *rows, __m256 *s, __m256 *m) {
-  __m256i a[4], b[4];
-  for (int j = 0; j < 4; j++) a[j] = _mm256_inserti128_si256(twice(load16(rows[j])), load16(rows[j + 4]), 1);
-  for (int j = 0; j < 4; j += 2) {
-    b[j] = _mm256_unpacklo_epi32(a[j], a[j + 1]);
-    b[j + 1] = _mm256_unpackhi_epi32(a[j], a[j + 1]);
-  }
-  __m256i d = _mm256_unpacklo_epi64(b[0], b[2]);
-  const __m256i part[3] = {_mm256_unpackhi_epi64(b[0], b[2]), _mm256_unpacklo_epi64(b[1], b[3]),
-                           _mm256_unpackhi_epi64(b[1], b[3])}; /* scales[0..3], [4..7], [8..11] */
-  __m256i halves16 = _mm256_packus_epi32(_mm256_and_si256(d, _mm256_set1_epi32(0xffff)), _mm256_srli_epi32(d, 16));
-  halves16 = _mm256_permute4x64_epi64(halves16, 0xd8);
-  const __m256 of[2] = {_mm256_cvtph_ps(_mm256_castsi256_si128(halves16)),
-                        _mm256_cvtph_ps(_mm256_extracti128_si256(halves16, 1))};
-  for (int k = 0; k < 2; k++) { /* scales, minima */
-    const __m256i six = bytes_of(63), four = bytes_of(15);
-    __m256i low = _mm256_and_si256(part[k], six);
-    __m256i high = _mm256_and_si256(k ? _mm256_srli_epi16(part[2], 4) : part[2], four);
-    high = _mm256_or_si256(high, moved_field(part[k], 6, 2, 4));
-    __m256 *to = k ? m : s;
-    for (int g = 0; g < 8; g++) {
-      __m256i i = _mm256_and_si256(_mm256_srli_epi32(g < 4 ? low : high, 8 * (g % 4)), _mm256_set1_epi32(255));
-      to[g] = _mm256_mul_ps(of[k], _mm256_cvtepi32_ps(i));
-    }
-  }
-}
-
-INLINE void panel_q4_k(const char *const *rows, __m256 *s, __m256 *m) { six_bits_of_rows(rows, s, m); }
-INLINE void panel_q5_k(const char *const *rows, __m256 *s, __m256 *m) { six_bits_of_rows(rows, s, m); }
-
 INLINE void codes_q5_k(const void *src, int i, __m256i *v) {
   const m3_block_q5_k *b = src;
   __m256i q = load32(b->q + 32 * i), high = load32(b->qh);
@@ -338,7 +279,6 @@ INLINE void scales_iq4_xs(const void *src, float *s, float *m) {
   scaled8(s, half8(b->d), _mm256_sub_epi32(i, _mm256_set1_epi32(32)));
 }
 
-#undef PANEL_32
 #undef CODES_32
 #undef SCALES_32
 #undef SCALES_AND_MINIMA_32

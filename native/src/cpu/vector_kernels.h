@@ -194,9 +194,13 @@ static void accumulate_last(const m3_accumulate *p, int64_t r, int64_t i) {
 }
 
 static void accumulate(const m3_accumulate *p) {
-  int64_t i = 0;
+  int64_t i = 0,
+          share = p->next ? (p->next_bytes * 2 * LANES / p->n + 63) / 64 * 64 : 0; /* with two vectors of columns */
+  const char *next = p->next, *end = next + (p->next ? p->next_bytes : 0);
   for (; p->n_acc >= 3 && i + 2 * LANES <= p->n; i += 2 * LANES) {
     int64_t r = 0;
+    for (const char *stop = end - next < share ? end : next + share; next < stop; next += 64)
+      __builtin_prefetch(next, 0, 3);
     for (; r + 6 <= p->n_acc; r += 6) accumulate_tile(p, r, i, 6, 2);
     for (; r + 4 <= p->n_acc; r += 4) accumulate_tile(p, r, i, 4, 2);
     for (; r + 2 <= p->n_acc; r += 2) accumulate_tile(p, r, i, 2, 2);

@@ -96,11 +96,13 @@ M3_INLINE m3_f8 m3_lookup8(m3_f8 table, m3_i8 i) {
 M3_INLINE void m3_transpose8(const float *from, int stride, m3_f8 *to) {
 #if defined(__AVX2__)
   __m256 a[8], b[8];
+#pragma GCC unroll 4
   for (int k = 0; k < 4; k++) {
     const float *p = from + k * stride, *q = p + 4 * stride;
     a[k] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(p)), _mm_loadu_ps(q), 1);
     a[k + 4] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(p + 4)), _mm_loadu_ps(q + 4), 1);
   }
+#pragma GCC unroll 2
   for (int k = 0; k < 8; k += 4) {
     b[k] = _mm256_unpacklo_ps(a[k], a[k + 1]);
     b[k + 1] = _mm256_unpackhi_ps(a[k], a[k + 1]);
