@@ -122,9 +122,10 @@ def read_shard_header(path: Path, shard: Path | None = None) -> list[SourceTenso
     """
     shard = path if shard is None else shard
     try:
-        with safe_open(path, framework="numpy"):  # validates; the handle offers no byte offsets
-            pass
+        # Opened first: safetensors says of any file that it cannot open that there is none.
         with path.open("rb") as file:
+            with safe_open(path, framework="numpy"):  # validates; the handle offers no byte offsets
+                pass
             (n_header,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(n_header))
     except SafetensorError as error:

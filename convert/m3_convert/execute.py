@@ -26,11 +26,15 @@ from m3_convert.part_file import DamagedError, PartFile, check_parts
 from m3_convert.plan import Plan
 from m3_convert.progress import progress
 from m3_convert.shard_order import ReleasePoints, ShardOrder
-from m3_convert.split import other_division
+from m3_convert.split import is_shard_name, other_division
 from m3_convert.supply import Supply, check_discardable
 from m3_runtime.engine import GGUF
 from m3_runtime.errors import InputError, M3Error, MachineError
 from m3_runtime.quantities import format_bytes
+
+
+class ReadBackError(MachineError):
+    """What was written is not what is read: the disk, or another program, changed it."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +55,13 @@ def check_output(plan: Plan, out: Path) -> Path:
 def check_outputs(plan: Plan, files: Sequence[OutputFile], out: Path) -> tuple[Path, list[OutputFile]]:
     """The path that OUT stands for, and the files with the paths that theirs stand for.
 
-    Raises InputError as `check_output` does, and for a model of this name in another number of files, beside which the
-    new one would lie: a folder would stand for the wrong one, or for two. The source itself may be that model.
+    Raises InputError as `check_output` does, for a name that says which of several files it is, and for a model of this
+    name in another number of files, beside which the new one would lie: a folder would stand for the wrong one, or for
+    two. The source itself may be that model.
     """
     target = check_output(plan, out)
+    if is_shard_name(target.name):
+        raise InputError(f"{out}: expected the name of the whole, without -0000M-of-0000N, which --split-max-size adds")
     placed = [replace(file, path=check_output(plan, file.path)) for file in files]
     sources = [path for path in plan.source.files if path.exists()]
     others = [path for path in other_division(target, placed) if not any(map(path.samefile, sources))]
@@ -118,8 +125,8 @@ def convert(
     on the Hub are kept only while they are needed.
     Raises InputError for types that need an importance matrix, broken values in the source (see `Encoder.slabs`), an
     output that cannot be written (see `check_outputs`), what an earlier call left if it does not belong to this one,
-    and other files in the way of part files and journal;
-    MachineError if the disk is or gets full.
+    other files in the way of part files and journal,
+    a source that changed meanwhile; MachineError if the disk is or gets full, or does not give back what was written.
     """
     start = time.monotonic()
     plan.check_importance()
@@ -129,6 +136,11 @@ def convert(
     n_bytes = sum(file.n_bytes for file in files)
     with _journal(target, plan, files, restart=restart) as journal:
         resumed = journal.done
+        if resumed > n_bytes:
+            raise DamagedError(
+                f"{journal.path}: says that {resumed} bytes are written, expected at most {n_bytes}. --restart starts "
+                "anew"
+            )
         order = ShardOrder.of(files).after(resumed)
         supply = Supply(plan.source.shards, order, target, discard=discard_source)
         with _keeping(journal, files, supply):
@@ -140,6 +152,7 @@ def convert(
                 _sync_folder(target.parent)
             _say(*supply.begin())
             _write(plan, files, journal, supply, threads)
+            journal.check_source(plan)
             _give_names(files, named=resumed == n_bytes)
         _say(*supply.remove())
         journal.finish()
@@ -171,7 +184,8 @@ def _keeping(journal: Journal, files: Sequence[OutputFile], supply: Supply) -> I
     except BaseException as error:
         supply.close()
         # Broken values stay broken, and a file that does not read back as it was written is of no use.
-        final = isinstance(error, InputError | AssertionError) and not isinstance(error, SourceLostError)
+        final = isinstance(error, InputError | ReadBackError | AssertionError)
+        final = final and not isinstance(error, SourceLostError)
         part = part_path(files[0].path)
         kept = journal.done > 0 and not final
         if kept:
@@ -213,7 +227,7 @@ def _give_names(files: Sequence[OutputFile], *, named: bool) -> None:
     """Checks and renames all files. named: an earlier run was at it, so that some may have their names."""
     places = [file.path if named and not part_path(file.path).exists() else part_path(file.path) for file in files]
     for file, place in zip(files, places, strict=True):
-        _check_written(file, place)
+        _check_written(file, place, named=place == file.path)
     if len(files) == 1:  # one of several cannot be opened without the others, nor they under these names
         _check_opens(files[0], places[0])
     # The first file of several comes last: who sees it sees all.
@@ -223,14 +237,19 @@ def _give_names(files: Sequence[OutputFile], *, named: bool) -> None:
     _sync_folder(files[0].path.parent)
 
 
-def _check_written(file: OutputFile, place: Path) -> None:
-    """A difference is an error of the disk."""
-    size = place.stat().st_size
-    if size != file.n_bytes:
-        raise AssertionError(f"{place}: {size} bytes written, {file.n_bytes} planned")
-    with place.open("rb") as opened:
-        if opened.read(len(file.header)) != file.header:
-            raise AssertionError(f"{place}: the header read back differs from the one that was written")
+def _check_written(file: OutputFile, place: Path, *, named: bool) -> None:
+    """named: its part file is gone, which an earlier run may have renamed to it, or somebody removed."""
+    size = place.stat().st_size if place.exists() else None
+    if size == file.n_bytes:
+        with place.open("rb") as opened:
+            if opened.read(len(file.header)) == file.header:
+                return
+    if named:
+        raise DamagedError(
+            f"{part_path(place)}: is missing, but the journal says that it is whole. --restart starts anew"
+        )
+    found = "nothing" if size is None else f"{size} bytes" if size != file.n_bytes else "another header"
+    raise ReadBackError(f"{place}: {file.n_bytes} bytes were written, found {found}; nothing was kept")
 
 
 def _check_opens(file: OutputFile, place: Path) -> None:

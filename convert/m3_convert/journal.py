@@ -67,7 +67,6 @@ class Basis:
 def basis_of(plan: Plan, files: Sequence[OutputFile]) -> Basis:
     """The basis of a conversion. Raises InputError for a shard that is not there any more."""
     choice = plan.choice
-    shards = {t.shard for tensor in plan.tensors for matrix in tensor.matrices for t in matrix.sources}
     contents = hashlib.sha256()
     for file in files:
         contents.update(file.header)
@@ -75,7 +74,7 @@ def basis_of(plan: Plan, files: Sequence[OutputFile]) -> Basis:
             contents.update(json.dumps(_layout(tensor)).encode())
     return Basis(
         program=f"{version()}, library {library_hash()[:12]}",
-        source={shard.name: plan.source.shards.identity(shard) for shard in sorted(shards)},
+        source={shard.name: plan.source.shards.identity(shard) for shard in _shards(plan)},
         rules={
             "--type or --recipe": [choice.name, choice.recipe.sha256 if choice.recipe else None],
             "--rule": [str(rule) for rule in choice.rules],
@@ -108,6 +107,7 @@ class Journal:
         another kind of file, and if it belongs to another conversion: the message names what has changed.
         """
         self.path = path
+        self._source = basis.source
         self._files = tuple(basis.files)
         self._file = _open(path)
         try:
@@ -132,6 +132,19 @@ class Journal:
         """Notes that `done` bytes are on the disk; the caller has flushed them."""
         self._append(f"{done}\n".encode())
         self.done = done
+
+    def check_source(self, plan: Plan) -> None:
+        """Raises InputError if a shard is no longer what it was when this run began: some of both may have been read.
+
+        One that is not there any more was read before it went.
+        """
+        changed = []
+        for shard in _shards(plan):
+            with contextlib.suppress(InputError):
+                if plan.source.shards.identity(shard) != self._source[shard.name]:
+                    changed.append(shard.name)
+        if changed:
+            raise InputError(f"the source changed while it was read: {listed(changed)}; nothing was kept")
 
     def finish(self) -> None:
         """Removes the journal: the files have their names."""
@@ -281,6 +294,11 @@ def _is_valid(basis: Basis) -> bool:
         and isinstance(basis.files, dict)
         and all(isinstance(name, str) and name not in ("", ".", "..") and "/" not in name for name in basis.files)
     )
+
+
+def _shards(plan: Plan) -> list[Path]:
+    """Those that the conversion reads."""
+    return sorted({t.shard for tensor in plan.tensors for matrix in tensor.matrices for t in matrix.sources})
 
 
 def _layout(tensor: PlannedTensor) -> list[Any]:

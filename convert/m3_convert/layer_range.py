@@ -8,8 +8,9 @@ from math import ceil
 
 from m3_runtime.errors import InputError
 
-_NUMBERS = re.compile(r"(\d+)(-)?(\d+)?")
-_SHARE = re.compile(r"(first|last) +(\d+)/(\d+)")
+# So few digits that int() takes them.
+_NUMBERS = re.compile(r"([0-9]{1,9})(-)?([0-9]{1,9})?")
+_SHARE = re.compile(r"(first|last) +([0-9]{1,9})/([0-9]{1,9})")
 
 
 @dataclass(frozen=True)

@@ -172,10 +172,16 @@ class Plan:
         known = self.importance.entries if self.importance else {}
         lacking = [t for t in self.tensors if t.type.needs_importance and t.name not in known]
         if lacking:
-            types = ", ".join(dict.fromkeys(t.type.name for t in lacking))
+            names = list(dict.fromkeys(t.type.name for t in lacking))
+            types, need = ", ".join(names), "needs" if len(names) == 1 else "need"
+            count = f"{len(lacking)} tensors, the first" if len(lacking) > 1 else "for"
+            if self.importance:
+                raise InputError(
+                    f"{self.importance.name}: {types} {need} importance, which it lacks ({count} {lacking[0].name})"
+                )
             raise InputError(
-                f"{types} need an importance matrix: make one with m3-imatrix and give it as --imatrix FILE "
-                f"({len(lacking)} tensors, the first {lacking[0].name})"
+                f"{types} {need} an importance matrix: make one with m3-imatrix and give it as --imatrix FILE "
+                f"({count} {lacking[0].name})"
             )
 
     def tensor(self, name: str) -> PlannedTensor:

@@ -38,7 +38,7 @@ MAX_BYTES: Final = 1 << 20  #: of a recipe: it is copied into the file
 
 _RULE_HEADER = re.compile(r"^[ \t]*\[\[[ \t]*rule[ \t]*\]\]", re.MULTILINE)
 _DEFAULT_HEADER = re.compile(r"^[ \t]*\[[ \t]*default[ \t]*\]", re.MULTILINE)
-_EXPERTS = re.compile(r"(\d+)-(\d+)")
+_EXPERTS = re.compile(r"([0-9]{1,9})-([0-9]{1,9})")
 _RULE_KEYS = ("tensors", "layers", "experts", "type", "why")
 
 
@@ -95,7 +95,7 @@ def parse_recipe(content: bytes, name: str, place: str = "") -> Recipe:
         values = tomllib.loads(text)
     except UnicodeDecodeError as error:
         raise InputError(f"{label}: expected UTF-8, found byte {content[error.start]} at {error.start}") from error
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # beyond TOMLDecodeError: numbers too long, tables in tables
         raise InputError(f"{label}: not TOML: {error}") from error
     _check_keys(values, ("file_type", "rule", "default"), label)
     tables = values.get("rule", [])

@@ -7,11 +7,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase, translate
+from typing import Final
 
 from m3_convert.layer_range import LayerRange
 from m3_convert.tensor_map import TensorSpec, layer_of
 from m3_runtime.errors import InputError
 from m3_runtime.quantize import TensorType
+
+MAX_PATTERN: Final = 1000  #: characters; names of tensors are far shorter, and the time for a pattern is not linear
+_SHOWN: Final = 60  # characters of a rule that is no rule
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,12 @@ class Rule:
 
 def check_pattern(pattern: str) -> None:
     """Raises InputError for a glob that cannot be used."""
+    if len(pattern) > MAX_PATTERN:
+        raise InputError(f"pattern: expected at most {MAX_PATTERN} characters, found {len(pattern)}")
+    try:
+        pattern.encode()
+    except UnicodeEncodeError:
+        raise InputError("pattern: expected UTF-8, found other bytes") from None
     try:
         re.compile(translate(pattern))
     except re.error as error:
@@ -102,10 +112,11 @@ def check_pattern(pattern: str) -> None:
 def parse_rule(text: str) -> Rule:
     """`PATTERN=TYPE`. Raises InputError if it is neither."""
     pattern, sign, type_name = text.rpartition("=")
+    shown = repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}...")
     if not sign or not pattern:
-        raise InputError(f"--rule {text!r}: expected PATTERN=TYPE")
+        raise InputError(f"--rule {shown}: expected PATTERN=TYPE")
     try:
         check_pattern(pattern)
         return Rule(pattern, TensorType.parse(type_name))
     except InputError as error:
-        raise InputError(f"--rule {text!r}: {error}") from None
+        raise InputError(f"--rule {shown}: {error}") from None

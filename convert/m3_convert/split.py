@@ -29,6 +29,7 @@ from m3_runtime.native import lib
 
 MAX_FILES: Final = int(lib.M3_MAX_FILES)
 
+_NUMBER: Final = r"-\d{5}-of-\d{5}\.gguf"  # at the end of a name
 _NO_ID: Final = "0" * 64  # as long as one
 
 
@@ -54,10 +55,15 @@ def shard_path(out: Path, no: int, count: int) -> Path:
     return out.with_name(f"{out.name.removesuffix('.gguf')}-{no + 1:05}-of-{count:05}.gguf")
 
 
+def is_shard_name(name: str) -> bool:
+    """Whether a file of this name would be taken for one of several."""
+    return re.fullmatch(rf".*{_NUMBER}", name, re.DOTALL) is not None
+
+
 def other_division(out: Path, files: Sequence[OutputFile]) -> list[Path]:
     """Files beside `out` that are of a model of its name in another number of files than `files`, in order."""
     own = {file.path.name for file in files}
-    shard = re.compile(re.escape(out.name.removesuffix(".gguf")) + r"-\d{5}-of-\d{5}\.gguf")
+    shard = re.compile(re.escape(out.name.removesuffix(".gguf")) + _NUMBER)
     found = [path for path in out.parent.iterdir() if path.name not in own]
     return sorted(path for path in found if path.name == out.name or shard.fullmatch(path.name))
 

@@ -222,7 +222,7 @@ def _folder(
         parent = request.state or default_folder()
         prepare_folder(parent)
     except (RuntimeError, OSError) as error:  # RuntimeError, from pathlib: nobody knows a home directory
-        why = error.strerror if isinstance(error, OSError) else "there is no home directory"
+        why = f"{parent}: {error.strerror}" if isinstance(error, OSError) else "there is no home directory"
         raise InputError(f"a search needs a folder for what it finds: {why}; --state names one") from error
     basis = {
         "search": [version(), library_hash(), reference.model.isa_name],

@@ -114,7 +114,8 @@ def _check_added(path: Path, content: dict[str, Any], tokens: list[str]) -> None
 def _check_templates(folder: Path, settings: dict[str, Any]) -> None:
     file = folder / "chat_template.jinja"
     inline = settings.get("chat_template")
-    if inline is not None and file.exists() and inline != read_text(file):
+    text = read_text(file) if file.exists() else None
+    if inline is not None and text is not None and inline != text:
         raise InputError(
             f"{folder}: tokenizer_config.json and chat_template.jinja hold chat templates that differ: expected one, "
             "remove the other"

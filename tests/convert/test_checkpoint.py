@@ -74,6 +74,21 @@ def test_truncated_shard(make_folder, keep: int) -> None:
         load_checkpoint(folder)
 
 
+def test_a_shard_that_may_not_be_read(make_folder) -> None:
+    folder = make_folder()
+    shard = shards(folder)[1]
+    shard.chmod(0)
+    # For a user that may read everything another file that cannot be opened: a link to itself.
+    if os.access(shard, os.R_OK):
+        shard.unlink()
+        shard.symlink_to(shard.name)
+        with pytest.raises(InputError, match=f"{shard.name}: shard cannot be read: Too many levels of symbolic links"):
+            read_shard_header(shard)
+    else:
+        with pytest.raises(InputError, match=f"{shard.name}: shard cannot be read: Permission denied"):
+            load_checkpoint(folder)
+
+
 HEADERS = {
     "length of 2^63": (1 << 63).to_bytes(8, "little") + b"{}",
     "length beyond the file": (1000).to_bytes(8, "little") + b"{}",

@@ -318,6 +318,7 @@ BROKEN: list[tuple[str, Any, str]] = [
     ("generation_config.json", {"eos_token_id": 512}, "eos_token_id: expected ids from 0 to 511, found 512"),
     ("generation_config.json", {"top_k": "many"}, "metadata general.sampling.top_k: expected INT32, found 'many'"),
     ("generation_config.json", {"temperature": 1e300}, "metadata general.sampling.temp: expected FLOAT32, found 1e"),
+    ("chat_template.jinja", b"\xff", "chat_template.jinja: is not UTF-8 text"),
     ("README.md", b"---\na: [\n---\n", "README.md: model card cannot be read"),
 ]
 

@@ -209,7 +209,23 @@ def test_shares_are_rounded_up_and_never_empty(numbers: list[int], above: int, b
 
 
 @pytest.mark.parametrize(
-    "text", ["", "x", "5-3", "-3", "first", "first 1/0", "last 9/8", "first 0/8", "3 - 5", "3,,4", "1/8"]
+    "text",
+    [
+        "",
+        "x",
+        "5-3",
+        "-3",
+        "first",
+        "first 1/0",
+        "last 9/8",
+        "first 0/8",
+        "3 - 5",
+        "3,,4",
+        "1/8",
+        "\u0663",
+        "9" * 5000,
+        f"first 1/{'9' * 5000}",
+    ],
 )
 def test_layers_that_are_no_range(text: str) -> None:
     with pytest.raises(InputError, match=r"expected parts such as"):
@@ -254,6 +270,13 @@ DEFAULT = '[default]\ntype = "q8_0"\n'
         ('[default]\ntype = "q9"', "line 1: type 'q9' is not known, .* or auto"),
         ("[default", "not TOML"),
         (b"\xff", "expected UTF-8, found byte 255 at 0"),
+        ("x = " + "9" * 5000, "not TOML"),
+        ("x = " + "[" * 5000 + "]" * 5000, "not TOML"),
+        (
+            DEFAULT + f'[[rule]]\ntensors = "*"\ntype = "q8_0"\nexperts = "0-{"9" * 5000}"',
+            "line 3: experts '0-9+': exp",
+        ),
+        (DEFAULT + f'[[rule]]\ntensors = "{"[" * 1001}"\ntype = "q8_0"', "line 3: pattern: expected at most 1000 char"),
         (DEFAULT + "x = 1", "line 1: key 'x' is not known, expected one of type, why"),
         ("x = 1\n" + DEFAULT, "key 'x' is not known, expected one of file_type, rule, default"),
         ('file_type = "Q9"\n' + DEFAULT, "file_type 'Q9': expected one of llama.cpp's names"),
@@ -390,7 +413,7 @@ def test_types_that_need_importance_are_refused_in_the_plan(
     for options in ((tmp_path / "out.gguf",), ("--dry-run",)):
         outcome = m3_convert(folder, *options, *rule)
         assert outcome.code == 2 and outcome.err.count("\n") == 1
-        assert f"{name.upper()} need an importance matrix: make one with m3-imatrix and give it as --imatrix FILE" in (
+        assert f"{name.upper()} needs an importance matrix: make one with m3-imatrix and give it as --imatrix FILE" in (
             outcome.error
         )
         assert "(2 tensors, the first blk.1.ffn_up_exps.weight)" in outcome.error
@@ -400,7 +423,7 @@ def test_types_that_need_importance_are_refused_in_the_plan(
 
 def test_writing_such_a_plan_is_refused_before_anything_is_written(make_folder, small, tmp_path) -> None:
     plan = plan_conversion(load_checkpoint(make_folder(replace(small, hidden=256))), choose("iq1_s"))
-    with pytest.raises(InputError, match="IQ1_S need an importance matrix"):
+    with pytest.raises(InputError, match="IQ1_S needs an importance matrix"):
         convert(plan, [], tmp_path / "out.gguf")
     assert not list(tmp_path.glob("out.gguf*"))
 

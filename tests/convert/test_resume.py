@@ -287,6 +287,36 @@ def test_a_shard_that_vanishes_on_the_way(make_folder, m3_convert, tmp_path, mon
     assert out.read_bytes() == (tmp_path / "fresh.gguf").read_bytes()
 
 
+@pytest.mark.parametrize("change", ["content", "time", "gone"])
+def test_a_shard_that_changes_while_it_is_read(make_folder, m3_convert, tmp_path, small_steps, change: str) -> None:
+    """The file may hold some of both. What was read before it went is good."""
+    folder, out = make_folder(), tmp_path / "out.gguf"
+    shard, write, count = min(folder.glob("*.safetensors")), part_file.write_all, [0]
+    size = m3_convert(folder, "--dry-run", "--json", *OPTIONS).json["file_bytes"]
+
+    def alter(file: int, data: bytes | memoryview) -> None:
+        write(file, data)
+        count[0] += len(data)
+        if count[0] < size or not len(data):
+            return
+        if change == "gone":
+            shard.unlink()
+        else:
+            content, times = shard.read_bytes(), (shard.stat().st_atime_ns, shard.stat().st_mtime_ns + 1)
+            shard.write_bytes(content[:-2] + b"\0\0" if change == "content" else content)
+            os.utime(shard, ns=times)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(part_file, "write_all", alter)
+        outcome = m3_convert(folder, out, *OPTIONS)
+    if change == "gone":
+        assert outcome.code == 0 and names(tmp_path) == {"out.gguf"}
+        return
+    assert outcome.code == 2 and names(tmp_path) == set()
+    assert outcome.error == f"m3-convert: the source changed while it was read: {shard.name}; nothing was kept"
+    assert m3_convert(folder, out, *OPTIONS).code == 0
+
+
 def test_broken_values_are_not_worth_keeping(make_folder, m3_convert, tmp_path, small_steps) -> None:
     def nan_at_the_end(tensors: dict[str, Tensor]) -> None:
         tensors["language_model.model.norm.weight"] = Tensor("F32", (64,), b"\xff" * 256)
@@ -449,6 +479,40 @@ def test_a_journal_between_two_matrices_is_refused(interrupted, m3_convert, tmp_
     path.write_text("\n".join([*lines, str(int(last) - 34)]) + "\n")
     outcome = m3_convert(interrupted, tmp_path / "out.gguf", *OPTIONS)
     assert outcome.code == 2 and "has no matrix of " in outcome.error and names(tmp_path) == LEFT
+
+
+def test_a_journal_that_says_more_than_the_file_has(interrupted, m3_convert, tmp_path) -> None:
+    with (tmp_path / "out.gguf.journal").open("a", encoding="utf-8") as file:
+        file.write("99999999999\n")
+    outcome = m3_convert(interrupted, tmp_path / "out.gguf", *OPTIONS)
+    assert outcome.code == 2 and "says that 99999999999 bytes are written, expected at most " in outcome.error
+    assert names(tmp_path) == LEFT
+    assert m3_convert(interrupted, tmp_path / "out.gguf", *OPTIONS, "--restart").code == 0
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_a_whole_part_file_that_was_removed(interrupted, m3_convert, tmp_path, older: bool) -> None:
+    """An older file of the name is not taken for it."""
+    out = tmp_path / "out.gguf"
+    with (tmp_path / "out.gguf.journal").open("a", encoding="utf-8") as file:
+        file.write(f"{m3_convert(interrupted, '--dry-run', '--json', *OPTIONS).json['file_bytes']}\n")
+    (tmp_path / "out.gguf.part").unlink()
+    if older:
+        out.write_text("precious", encoding="utf-8")
+    for _ in range(2):
+        outcome = m3_convert(interrupted, out, *OPTIONS)
+        assert outcome.code == 2 and f"{out}.part: is missing, but the journal says that it is whole." in outcome.error
+        assert not older or out.read_text(encoding="utf-8") == "precious"
+    assert m3_convert(interrupted, out, *OPTIONS, "--restart").code == 0 and names(tmp_path) == {"out.gguf"}
+
+
+def test_what_is_not_as_it_was_written(make_folder, m3_convert, tmp_path, monkeypatch) -> None:
+    """By the disk's fault, or another program's."""
+    part = tmp_path / "out.gguf.part"
+    monkeypatch.setattr(os, "fsync", lambda _: os.truncate(part, 100) if part.exists() else None)
+    outcome = m3_convert(make_folder(), tmp_path / "out.gguf", *OPTIONS)
+    assert outcome.code == 4 and "bytes were written, found 100 bytes; nothing was kept" in outcome.error
+    assert names(tmp_path) == set()
 
 
 def test_the_room_of_the_part_file_counts(interrupted, m3_convert, tmp_path, monkeypatch) -> None:

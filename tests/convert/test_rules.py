@@ -87,6 +87,8 @@ def test_a_rule_that_would_touch_an_always_f32_tensor(types, pattern: str, names
         ("=q8_0", "expected PATTERN=TYPE"),
         ("output.weight=", "type '' is not known"),
         ("output.weight=q9", "type 'q9' is not known, expected one of f32, f16"),
+        ("[" * 1001 + "=q8_0", r"'\[+\.\.\.': pattern: expected at most 1000 characters, found 1001"),
+        ("[!\udcff]*exps*=q8_0", "pattern: expected UTF-8, found other bytes"),
     ],
 )
 def test_malformed_rules(rule: str, message: str) -> None:

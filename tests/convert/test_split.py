@@ -206,6 +206,16 @@ def test_what_fits_is_one_file(make_folder, m3_convert, tmp_path) -> None:
     assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
 
 
+@pytest.mark.parametrize("options", [(), ("--split-max-size", "150000"), ("--dry-run",)])
+def test_a_name_that_only_one_of_several_files_has(make_folder, m3_convert, tmp_path, options: tuple[str, ...]) -> None:
+    """It would take the place of a part of another model."""
+    part = tmp_path / "out-00001-of-00003.gguf"
+    part.write_text("a part of another model", encoding="utf-8")
+    refused = m3_convert(make_folder(), part, *OPTIONS, *options)
+    assert refused.code == 2 and f"{part}: expected the name of the whole, without -0000M-of-0000N" in refused.error
+    assert part.read_text(encoding="utf-8") == "a part of another model" and names(tmp_path) == {part.name}
+
+
 def test_another_number_of_files_by_the_same_name(make_folder, m3_convert, tmp_path) -> None:
     """A folder would stand for two models, or for the older one."""
     folder = make_folder()

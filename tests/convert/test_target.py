@@ -242,6 +242,13 @@ def test_a_text_that_is_too_short_tests_nothing(m3_convert, tiny_checkpoint, tmp
     assert m3_convert(tiny_checkpoint, tmp_path / "out.gguf", *command).code == 3
 
 
+def test_a_state_that_is_no_folder_is_named(m3_convert, tiny_checkpoint, tmp_path, text):
+    (state := tmp_path / "state").write_text("mine", encoding="utf-8")
+    command = ("--max-size", "1G", "--text", text, "--context", CONTEXT, "--state", state)
+    refused = m3_convert(tiny_checkpoint, tmp_path / "out.gguf", *command)
+    assert refused.code == 2 and f"{state}: File exists; --state names one" in refused.error
+
+
 def test_no_output_replaces_an_input(search, m3_convert, tiny_checkpoint, tmp_path):
     recipe = tmp_path / "out.toml"
     recipe.write_text('[default]\ntype = "q8_0"\n', encoding="utf-8")
