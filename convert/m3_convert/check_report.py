@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from m3_convert.check_runs import CheckRuns
+from m3_convert.flip_margin import near_tie_share
 from m3_convert.index_deviation import IndexDeviation
 from m3_convert.layer_walk import CheckResult
 from m3_convert.layered_model import Kind, LayeredModel, tensor_group
-from m3_convert.margin import near_tie_share
 from m3_convert.mixed_model import MixedModel
 from m3_convert.text_sample import TextSample
 from m3_convert.token_text import TokenText

@@ -18,11 +18,11 @@ from m3_convert.metadata import plan_metadata, template_notes
 from m3_convert.output_path import recipe_path
 from m3_convert.plan import Plan, plan_conversion, tensor_json
 from m3_convert.precision import choose, stored_as
+from m3_convert.run_shards import Supply, check_discardable
 from m3_convert.shard_order import ShardOrder
 from m3_convert.source import open_source
 from m3_convert.split import output_files
 from m3_convert.stored_name import stored_name
-from m3_convert.supply import Supply, check_discardable
 from m3_runtime.command import guarded, new_app, run
 from m3_runtime.errors import InputError
 from m3_runtime.options import Threads, Version

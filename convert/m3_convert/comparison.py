@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from m3_convert.margin import Flips, FlipTally, find_flips
-from m3_convert.mass import MassTally, mass_lost
+from m3_convert.attention_mass import MassTally, mass_lost
+from m3_convert.flip_margin import Flips, FlipTally, find_flips
 from m3_convert.selection import (
     Agreement,
     Comparison,

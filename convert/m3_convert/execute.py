@@ -25,9 +25,9 @@ from m3_convert.output_path import output_path, part_path
 from m3_convert.part_file import DamagedError, PartFile, check_parts
 from m3_convert.plan import Plan
 from m3_convert.progress import progress
+from m3_convert.run_shards import Supply, check_discardable
 from m3_convert.shard_order import ReleasePoints, ShardOrder
 from m3_convert.split import is_shard_name, other_division
-from m3_convert.supply import Supply, check_discardable
 from m3_runtime.engine import GGUF
 from m3_runtime.errors import InputError, M3Error, MachineError
 from m3_runtime.quantities import format_bytes

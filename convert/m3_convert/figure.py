@@ -18,8 +18,8 @@ from m3_convert.chart import (
     StepChart,
     Tick,
 )
+from m3_convert.flip_margin import NEAR_TIE
 from m3_convert.layer_summary import LayerSummary, query_heads_of, worst_head
-from m3_convert.margin import NEAR_TIE
 from m3_convert.notation import count, decimal, more_bytes, percent, share
 
 Json = Mapping[str, Any]

@@ -3,9 +3,9 @@
 Schema version 2. Positions are token positions from 0. Counts are lists: one for each query that had a choice of
 blocks, index head and sparse layer. Overlap is the Jaccard index of two lists, 0 to 1; a tie counts as 1. Mass is a
 share of the reference's attention, 0 to 1: what a query head gives to blocks that the candidate does not read is lost.
-A flip is a lost block, those of ties too; its margin is in standard deviations of the scores (margin.py). KL divergence
-is that of the candidate's next-token distribution from the reference's, in nats. A dense candidate has no lists: its
-overlaps are null, it loses nothing.
+A flip is a lost block, those of ties too; its margin is in standard deviations of the scores (flip_margin.py). KL
+divergence is that of the candidate's next-token distribution from the reference's, in nats. A dense candidate has no
+lists: its overlaps are null, it loses nothing.
 
     schema      {"name": "m3-check-selection", "version": 2}
     program     version of this program
@@ -72,7 +72,7 @@ from typing import Any, Final
 from m3_convert.check_report import CheckReport, GroupSummary, SideSummary
 from m3_convert.comparison import LayerComparison, MassCell, SelectionComparison
 from m3_convert.divergence import Divergence
-from m3_convert.margin import EDGES, near_tie_share
+from m3_convert.flip_margin import EDGES, near_tie_share
 from m3_convert.not_tested import not_tested
 from m3_convert.selection import PositionBuckets
 from m3_convert.walker import WalkOptions

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from m3_convert.comparison import MassCell
-from m3_convert.margin import NEAR_TIE
+from m3_convert.flip_margin import NEAR_TIE
 from m3_convert.notation import decimal, percent, share
 from m3_convert.selection import Cell
 from m3_runtime.errors import ExitCode

@@ -18,7 +18,7 @@ class LostBlock:
 
     block: int
     score: float  #: the reference's
-    margin: float  #: see margin.py; infinity for a local block
+    margin: float  #: see flip_margin.py; infinity for a local block
     mass: float  #: mean of the query heads of the list
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from m3_convert.margin import EDGES, Flips, FlipTally, bins, find_flips, near_tie_share
+from m3_convert.flip_margin import EDGES, Flips, FlipTally, bins, find_flips, near_tie_share
 from m3_convert.selection import swapped_blocks
 
 INF = np.inf

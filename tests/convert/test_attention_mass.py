@@ -5,7 +5,7 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
-from m3_convert.mass import MassTally, mass_lost
+from m3_convert.attention_mass import MassTally, mass_lost
 from m3_convert.selection import PositionBuckets, SelectionRule, block_masks
 
 RULE = SelectionRule(top_k=2, block_size=16, local_blocks=1)
