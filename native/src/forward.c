@@ -165,9 +165,7 @@ static void enter(m3_session *s, const m3_context *c, const m3_batch *batch, con
     b->upload(s->state, s->hidden, batch->hidden + first * n_embd, (uint64_t)(rows->n * n_embd) * sizeof(float));
 }
 
-static m3_status cancelled(m3_error *err) {
-  return m3_fail(err, M3_ERROR_CANCELLED, "the evaluation was cancelled");
-}
+static m3_status cancelled(m3_error *err) { return m3_fail(err, M3_ERROR_CANCELLED, "the evaluation was cancelled"); }
 
 /* What comes behind the last layer. */
 static void leave(m3_session *s, m3_context *c) { c->layer = s->model->hparams.n_layer; }
@@ -201,8 +199,7 @@ static m3_status run_layers(m3_session *s, m3_context *c, const m3_batch *batch,
 
 static void write_hidden(m3_session *s, const m3_batch *batch, int64_t first, int32_t n) {
   int64_t n_embd = s->model->hparams.n_embd;
-  s->model->backend->download(s->state, batch->out + first * n_embd, s->hidden,
-                              (uint64_t)(n * n_embd) * sizeof(float));
+  s->model->backend->download(s->state, batch->out + first * n_embd, s->hidden, (uint64_t)(n * n_embd) * sizeof(float));
 }
 
 /* Whether the chunk is a step of decoding, which a backend may replay: token ids in, one row a sequence, each the one

@@ -62,6 +62,9 @@ def bench_command(
     index_scan: Annotated[
         IndexScan, typer.Option("--index-scan", help="How blocks are chosen; see m3-run.")
     ] = IndexScan.AUTO,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="On a GPU: float32 everywhere, as on the CPU; see m3-run.")
+    ] = False,
     isa: Annotated[
         Isa, typer.Option("--isa", help="Instruction set of the CPU kernels; auto takes the widest one.")
     ] = Isa.AUTO,
@@ -91,6 +94,7 @@ def bench_command(
         kv_type=kv_type.value,
         index_type=index_type.value,
         index_scan=index_scan.value,
+        exact=exact,
         chunk=chunk,
         seed=seed,
     )

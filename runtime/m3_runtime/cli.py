@@ -187,6 +187,14 @@ def run_command(
             "memory. Both choose the same blocks; auto takes copies for long contexts on the CPU.",
         ),
     ] = IndexScan.AUTO,
+    exact: Annotated[
+        bool,
+        typer.Option(
+            "--exact",
+            help="On a GPU: float32 everywhere, and results that do not depend on how tokens are evaluated together, "
+            "as on the CPU. Slower.",
+        ),
+    ] = False,
     isa: Annotated[
         Isa, typer.Option("--isa", help="Instruction set of the CPU kernels; auto takes the widest one.")
     ] = Isa.AUTO,
@@ -228,6 +236,7 @@ def run_command(
         kv_type=kv_type.value,
         index_type=index_type.value,
         index_scan=index_scan.value,
+        exact=exact,
     )
     return run_model(options)
 

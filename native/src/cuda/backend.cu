@@ -51,8 +51,8 @@ static int list_pieces(const m3_state_params *p, m3_device_state *s, piece *list
   int64_t select_rows = p->chunk < M3_SELECT_ROWS ? p->chunk : M3_SELECT_ROWS;
   s->blocks = p->blocks;
   s->select_rows = (int32_t)select_rows;
-  s->attention_floats = m3_cuda_attention_floats(h, p->blocks);
   s->hopper = m3_hopper_of(p);
+  s->attention_floats = s->hopper.attend ? 0 : m3_cuda_attention_floats(h, p->blocks);
   s->exact = p->exact;
   const piece all[] = {
       {(void **)&s->broken, 4},
@@ -85,21 +85,14 @@ static void close_state(m3_device_state *s) {
   if (!s) return;
   if (s->stream) cudaStreamSynchronize(s->stream);
   m3_cuda_close_replays(s->replays);
-  void *const pieces[] = {s->broken,
-                          s->places,
-                          s->tables,
-                          s->table_of,
-                          s->grouping.row,
-                          s->grouping.place,
-                          s->grouping.groups,
-                          s->grouping.n_groups,
-                          s->block_scores,
-                          s->attention_parts,
-                          s->hopper_work};
+  void *const pieces[] = {s->broken,       s->places,          s->tables,          s->table_of,
+                          s->grouping.row, s->grouping.place,  s->grouping.groups, s->grouping.n_groups,
+                          s->block_scores, s->attention_parts, s->hopper_work};
   static_assert(sizeof pieces / sizeof *pieces == PIECES, "PIECES");
   for (int i = 0; i < PIECES; i++) cudaFree(pieces[i]);
   cudaFreeHost(s->host_broken);
   cudaFreeHost(s->host_places);
+  cudaFreeHost(s->host_out);
   free(s->mirror);
   if (s->stream) cudaStreamDestroy(s->stream);
   free(s);
@@ -110,6 +103,8 @@ static m3_status fill_state(const m3_state_params *p, m3_device_state *s, m3_err
   if (error == cudaSuccess) error = cudaHostAlloc((void **)&s->host_broken, 4, cudaHostAllocDefault);
   size_t places = (size_t)places_bytes(p->hparams, p->chunk);
   if (error == cudaSuccess) error = cudaHostAlloc((void **)&s->host_places, places, cudaHostAllocDefault);
+  s->host_out_bytes = (uint64_t)p->hparams->n_vocab * sizeof(float);
+  if (error == cudaSuccess) error = cudaHostAlloc(&s->host_out, s->host_out_bytes, cudaHostAllocDefault);
   if (error != cudaSuccess) return fail(err, error, "opening a session");
   piece list[PIECES];
   int n = list_pieces(p, s, list);
@@ -158,9 +153,13 @@ static void upload(m3_device_state *s, void *dst, const void *src, uint64_t byte
   m3_note(s, cudaMemcpyAsync(dst, src, bytes, cudaMemcpyHostToDevice, s->stream), "upload");
 }
 
+/* By way of pinned memory, which the GPU writes itself: the runtime's own way for other memory takes longer. */
 static void download(m3_device_state *s, void *dst, const void *src, uint64_t bytes) {
-  m3_note(s, cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDeviceToHost, s->stream), "download");
+  bool pinned = bytes <= s->host_out_bytes;
+  void *to = pinned ? s->host_out : dst;
+  m3_note(s, cudaMemcpyAsync(to, src, bytes, cudaMemcpyDeviceToHost, s->stream), "download");
   m3_note(s, cudaStreamSynchronize(s->stream), "download");
+  if (pinned) memcpy(dst, to, bytes);
 }
 
 static void copy(m3_device_state *s, void *dst, const void *src, uint64_t bytes) {
@@ -221,8 +220,8 @@ static void fill(m3_device_state *s, const void *to, const void *from, int64_t b
   memcpy(s->host_places + ((const char *)to - s->places), from, (size_t)bytes);
 }
 
-/* In a chunk of one row a sequence, which may repeat with later rows, max_blocks is a power of two, so that what depends
- * on it repeats too. */
+/* In a chunk of one row a sequence, which may repeat with later rows, max_blocks is a power of two, so that what
+ * depends on it repeats too. */
 static int64_t bound_blocks(const m3_context *c, const m3_rows *rows) {
   int64_t blocks = m3_longest(rows) / c->hparams->block_size + 1, bound = 1;
   for (int32_t r = 1; r < rows->n; r++)

@@ -1,5 +1,5 @@
-/* Selection and attention by the Hopper kernels. A chunk is cut into runs, the rows of one sequence: long runs go to the
- * kernels of prefill one by one, short ones in pieces of a few rows to those of decode, as many at a time as these
+/* Selection and attention by the Hopper kernels. A chunk is cut into runs, the rows of one sequence: long runs go to
+ * the kernels of prefill one by one, short ones in pieces of a few rows to those of decode, as many at a time as these
  * take. */
 #include "cuda/hopper.cuh"
 
@@ -13,8 +13,8 @@
 enum { LONG_RUN = 17, PIECE = 4 };
 
 static m3_msa_shape shape_of(const m3_hparams *h) {
-  return m3_msa_shape{h->n_head,       h->n_head_kv,  h->head_dim, h->n_index_head,
-                      h->index_dim,    h->block_size, h->top_k,    h->local_blocks};
+  return m3_msa_shape{h->n_head,    h->n_head_kv,  h->head_dim, h->n_index_head,
+                      h->index_dim, h->block_size, h->top_k,    h->local_blocks};
 }
 
 static bool is_16_bit(int32_t type) { return type == M3_TYPE_F16 || type == M3_TYPE_BF16; }

@@ -289,8 +289,7 @@ m3_msa_result launch_prefill(const prefill_args &args, cudaStream_t stream) {
 template <bool DENSE>
 m3_msa_result prefill(const m3_msa_prefill &p, cudaStream_t stream) {
   if (!hopper_multiprocessors() || !shape_taken(p.shape) || p.n < 1 || p.first_pos < 0 ||
-      p.first_pos + p.n > (int64_t)M3_MSA_MAX_BLOCKS * BLOCK ||
-      (p.kv_type != M3_TYPE_BF16 && p.kv_type != M3_TYPE_F16))
+      p.first_pos + p.n > (int64_t)M3_MSA_MAX_BLOCKS * BLOCK || (p.kv_type != M3_TYPE_BF16 && p.kv_type != M3_TYPE_F16))
     return M3_MSA_REFUSED;
   prefill_args args = {};
   if (!map_pages(&args.k, p.k, p.kv_type) || !map_pages(&args.v, p.v, p.kv_type)) return M3_MSA_FAILED;

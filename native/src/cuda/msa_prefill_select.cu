@@ -136,8 +136,8 @@ __global__ void __launch_bounds__(256) pack_kernel(const __grid_constant__ pack_
     for (int j = 0; j < 4; j++) split_pair<__half>(y[i][2 * j] * scale, y[i][2 * j + 1] * scale, w[j]);
 #pragma unroll
     for (int p = 0; p < PARTS; p++)
-      *reinterpret_cast<uint4 *>(to + p * PACKED_BYTES + column / 64 * (PAGE_BYTES / 2) +
-                                 swizzled(row, column % 64)) = uint4{w[0][p], w[1][p], w[2][p], w[3][p]};
+      *reinterpret_cast<uint4 *>(to + p * PACKED_BYTES + column / 64 * (PAGE_BYTES / 2) + swizzled(row, column % 64)) =
+          uint4{w[0][p], w[1][p], w[2][p], w[3][p]};
   }
   if (tid == 0)
     *reinterpret_cast<float2 *>(to + PAGE_BYTES) = float2{1.0f / scale, sqrtf(__uint_as_float(norm)) * 1.001f};
@@ -393,8 +393,8 @@ using namespace m3_msa;
 size_t m3_msa_prefill_select_bytes(int32_t n, int64_t max_blocks, int32_t index_type) {
   int multiprocessors = hopper_multiprocessors();
   if (!multiprocessors) return 0;
-  // A split has at least 1/6 of a multiprocessor's share of the work (give or take 1/16), and the work of all tiles is at
-  // least a third of what it were if each saw as much as the last: tiles * splits <= 20 multiprocessors + tiles.
+  // A split has at least 1/6 of a multiprocessor's share of the work (give or take 1/16), and the work of all tiles is
+  // at least a third of what it were if each saw as much as the last: tiles * splits <= 20 multiprocessors + tiles.
   size_t tiles = ((size_t)n + TILE - 1) / TILE, parts = tiles * MAX_SPLITS, most = (size_t)multiprocessors * 20 + tiles;
   return packed_bytes(max_blocks, index_type) +
          (parts < most ? parts : most) * TOP_K * LIST_ROWS * (sizeof(float) + sizeof(uint16_t));

@@ -45,23 +45,25 @@ struct m3_replays;
 
 struct m3_device_state {
   cudaStream_t stream;
-  bool exact; /* M3_SESSION_EXACT: no operation rounds what it multiplies */
+  bool exact;        /* M3_SESSION_EXACT: no operation rounds what it multiplies */
   cudaError_t error; /* the first thing that went wrong since the last finish, and where */
   const char *where;
   int32_t *broken;      /* lowest code of a broken number in the chunk, on the device */
   int32_t *host_broken; /* where it is read to, pinned */
   bool told;            /* it is on its way there */
   bool running;         /* between begin and finish */
+  void *host_out;       /* pinned, the logits of one row */
+  uint64_t host_out_bytes;
   /* The rows of the chunk: what lies in `places`, which is filled on the host (pinned) and travels as one. */
   char *places, *host_places;
-  int64_t *pos;              /* [n] */
-  float *cos, *sin;          /* [n, n_rot / 2] */
-  int32_t *seq, *ids;        /* [n] */
+  int64_t *pos;       /* [n] */
+  float *cos, *sin;   /* [n, n_rot / 2] */
+  int32_t *seq, *ids; /* [n] */
   int32_t n;
-  int64_t max_blocks;        /* no row sees more; in a step (see m3_step) it may be above the truth */
-  int32_t *tables;           /* [sequences, blocks] pages of the sequences */
-  const int32_t **table_of;  /* [sequences] where each begins */
-  int32_t *mirror;           /* the tables on the host, so that only what changed travels */
+  int64_t max_blocks;       /* no row sees more; in a step (see m3_step) it may be above the truth */
+  int32_t *tables;          /* [sequences, blocks] pages of the sequences */
+  const int32_t **table_of; /* [sequences] where each begins */
+  int32_t *mirror;          /* the tables on the host, so that only what changed travels */
   int64_t blocks;
   m3_grouping grouping;
   float *block_scores; /* [M3_SELECT_ROWS or fewer, n_index_head, blocks] */
