@@ -92,7 +92,6 @@ static void close_state(m3_device_state *s) {
   for (int i = 0; i < PIECES; i++) cudaFree(pieces[i]);
   cudaFreeHost(s->host_broken);
   cudaFreeHost(s->host_places);
-  cudaFreeHost(s->host_out);
   free(s->mirror);
   if (s->stream) cudaStreamDestroy(s->stream);
   free(s);
@@ -103,8 +102,6 @@ static m3_status fill_state(const m3_state_params *p, m3_device_state *s, m3_err
   if (error == cudaSuccess) error = cudaHostAlloc((void **)&s->host_broken, 4, cudaHostAllocDefault);
   size_t places = (size_t)places_bytes(p->hparams, p->chunk);
   if (error == cudaSuccess) error = cudaHostAlloc((void **)&s->host_places, places, cudaHostAllocDefault);
-  s->host_out_bytes = (uint64_t)p->hparams->n_vocab * sizeof(float);
-  if (error == cudaSuccess) error = cudaHostAlloc(&s->host_out, s->host_out_bytes, cudaHostAllocDefault);
   if (error != cudaSuccess) return fail(err, error, "opening a session");
   piece list[PIECES];
   int n = list_pieces(p, s, list);
@@ -153,13 +150,9 @@ static void upload(m3_device_state *s, void *dst, const void *src, uint64_t byte
   m3_note(s, cudaMemcpyAsync(dst, src, bytes, cudaMemcpyHostToDevice, s->stream), "upload");
 }
 
-/* By way of pinned memory, which the GPU writes itself: the runtime's own way for other memory takes longer. */
 static void download(m3_device_state *s, void *dst, const void *src, uint64_t bytes) {
-  bool pinned = bytes <= s->host_out_bytes;
-  void *to = pinned ? s->host_out : dst;
-  m3_note(s, cudaMemcpyAsync(to, src, bytes, cudaMemcpyDeviceToHost, s->stream), "download");
+  m3_note(s, cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDeviceToHost, s->stream), "download");
   m3_note(s, cudaStreamSynchronize(s->stream), "download");
-  if (pinned) memcpy(dst, to, bytes);
 }
 
 static void copy(m3_device_state *s, void *dst, const void *src, uint64_t bytes) {

@@ -52,8 +52,6 @@ struct m3_device_state {
   int32_t *host_broken; /* where it is read to, pinned */
   bool told;            /* it is on its way there */
   bool running;         /* between begin and finish */
-  void *host_out;       /* pinned, the logits of one row */
-  uint64_t host_out_bytes;
   /* The rows of the chunk: what lies in `places`, which is filled on the host (pinned) and travels as one. */
   char *places, *host_places;
   int64_t *pos;       /* [n] */
