@@ -71,6 +71,7 @@ def session_options(layer: int, n_tokens: int, options: WalkOptions, record: Seq
         kv_type=options.kv_type,
         index_type=options.index_type,
         attention=options.attention,
+        exact=True,
         threads=options.threads,
         chunk=CHUNK,
         layers=(layer, 1),
@@ -80,7 +81,7 @@ def session_options(layer: int, n_tokens: int, options: WalkOptions, record: Seq
 
 def head_options(hparams: Hparams, rows: int, options: WalkOptions) -> SessionOptions:
     """A session of output norm and head, for up to `rows` hidden states at a time."""
-    return SessionOptions(context=rows, threads=options.threads, chunk=rows, layers=(hparams.n_layer, 0))
+    return SessionOptions(context=rows, exact=True, threads=options.threads, chunk=rows, layers=(hparams.n_layer, 0))
 
 
 def read_share(side: LayeredModel) -> float:

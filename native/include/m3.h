@@ -38,7 +38,7 @@ extern "C" {
 
 /* [declarations] The part down to [end of declarations] is free of macros and is read by cffi as it stands. */
 
-#define M3_ABI_VERSION 6
+#define M3_ABI_VERSION 7
 
 /* Limits. A file or an option beyond them is refused by name. */
 #define M3_MAX_LAYERS 1024
@@ -366,6 +366,18 @@ typedef struct m3_session m3_session;
  * result. For tests. */
 #define M3_SESSION_POISON 1
 
+/* Float32 products and sums everywhere, and results that do not depend on how rows are cut into evals and chunks, bit
+ * for bit. The CPU always computes so. A GPU without this flag is faster and computes
+ *   - block lists from scores in float32 or as good as that: they differ from the exact ones only in blocks whose
+ *     scores are nearer to each other than 2^-18 of |q| |k|, by the number of rows in a chunk too;
+ *   - attention of up to 16 rows of a sequence in a chunk with an error like that of float32, the last bits of which
+ *     depend on how many rows the chunk has, and of more of them with queries and softmax weights rounded to the type
+ *     of the cached keys and values, in the checks up to 8e-4 (F16) or 7e-3 (BF16) of the norm of a head's result.
+ * Both for caches of types and heads of sizes that m3_session_msa tells. That is the default because rounding of that
+ * size is what the cache's type has done to keys and values already, and because no choice of blocks of its own layer
+ * hangs on it. What compares selections asks for this flag. */
+#define M3_SESSION_EXACT 2
+
 typedef struct m3_session_options {
   uint32_t struct_size;
   int32_t sequences;   /* 1 to M3_MAX_SEQUENCES; 0 is 1 */
@@ -375,7 +387,7 @@ typedef struct m3_session_options {
   int32_t attention;   /* an m3_attention */
   int32_t index_scan;  /* an m3_index_scan; LOW_BIT on a backend without it is M3_ERROR_UNSUPPORTED */
   int32_t n_threads;   /* 0 takes all cores (see m3_default_threads). The result does not depend on it */
-  int32_t chunk;       /* rows evaluated together, 0 is 512. The result does not depend on it */
+  int32_t chunk;       /* rows evaluated together, 0 is 512. The result does not depend on it, see M3_SESSION_EXACT */
   int32_t layer_first; /* layers [layer_first, layer_first + layer_count); a count of 0 is all from layer_first. A */
   int32_t layer_count; /* window at n_layer has no layer: hidden states go through output norm and head only */
   uint32_t record;     /* M3_RECORD_ bits */
@@ -395,6 +407,11 @@ typedef struct m3_memory {
 
 /* What m3_session_open would take. */
 m3_status m3_session_memory(const m3_model *model, const m3_session_options *options, m3_memory *out, m3_error *err);
+
+/* Writes which kernels select blocks and attend in such a session to `out` (n_bytes, cut if it is longer): on a GPU
+ * "hopper", or "plain (WHY)", or what of it is plain; nothing where there is one way only, as on the CPU. */
+m3_status m3_session_msa(const m3_model *model, const m3_session_options *options, char *out, uint64_t n_bytes,
+                         m3_error *err);
 
 /* Opens a session with `sequences` empty sequences, numbered from 0. Its layer window needs bound weights only
  * when eval runs. */
@@ -434,7 +451,7 @@ typedef struct m3_batch {
 
 /* Runs the window's layers over the batch and appends its rows to the sequences. Rows see their own sequence
  * only, causally, and their results do not depend on what else is in the batch or on how a sequence was cut into
- * evals. On any error the lengths are what they were. */
+ * evals (on a GPU with M3_SESSION_EXACT). On any error the lengths are what they were. */
 m3_status m3_session_eval(m3_session *session, const m3_batch *batch, m3_error *err);
 
 /* Asks a running eval to stop (M3_ERROR_CANCELLED) within about one layer of one chunk; on a GPU, within what remains

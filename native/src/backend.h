@@ -20,13 +20,15 @@ typedef struct m3_layer m3_layer;
  * The CPU keeps nothing, its state is NULL. */
 typedef struct m3_device_state m3_device_state;
 
-/* Rows of the chunk: where each stands. */
+/* Rows of the chunk: where each stands. Rows of a sequence stand together, in the order of their positions, which
+ * follow one another. All of it lies in host memory; `begin` brings to the device what operations need of it. */
 typedef struct m3_rows {
   int32_t n;
   const int32_t *seq;           /* [n] */
   const int64_t *pos;           /* [n] position in its sequence, from 0 */
   const int32_t *const *tables; /* [sequences] page of each block of a sequence */
   const float *cos, *sin;       /* [n, n_rot / 2] */
+  const int32_t *ids;           /* [n] in [0, n_vocab), checked before; NULL where hidden states enter */
 } m3_rows;
 
 /* Pages of one layer. A page is one block: K and V [n_pages, n_head_kv, block_size, head_dim], index keys
@@ -108,17 +110,25 @@ typedef struct m3_broken {
   m3_part part;
 } m3_broken;
 
-/* What the state of a session is sized for. */
+/* What the state of a session is sized for, and how it computes. */
 typedef struct m3_state_params {
   const m3_hparams *hparams;
   int32_t sequences, chunk;
   int64_t blocks; /* of the longest sequence */
+  int32_t kv_type, index_type;
+  bool exact; /* M3_SESSION_EXACT */
 } m3_state_params;
+
+/* What the operations of a chunk depend on beside the number of its rows and their places: two chunks of one row a
+ * sequence that agree in it put the same operations on the same memory. */
+typedef struct m3_step {
+  bool head;         /* logits of all rows, or none */
+  uint64_t bindings; /* changes of the model's weights */
+} m3_step;
 
 typedef struct m3_embed_params {
   const m3_weight *embd; /* [n_vocab, n_embd] */
-  const int32_t *ids;    /* [n] in [0, n_vocab), checked before */
-  int32_t n;
+  const m3_rows *rows;
   float *hidden; /* out [n, n_embd] */
 } m3_embed_params;
 
@@ -133,7 +143,9 @@ typedef struct m3_prepare_params {
 
 /* Block lists from scratch index_q and the index keys: score(j) = q . k_j in float32, block score = maximum over the
  * visible tokens, the last local_blocks blocks rank first, ties to the lower id. With low-bit copies blocks may be left
- * out that a bound proves to be out of the list; the lists are the same. */
+ * out that a bound proves to be out of the list; the lists are the same. Between backends, and on a GPU between chunks
+ * of one row and of many, sums are taken in another order: lists are equal but for blocks whose scores are nearer than
+ * 2^-18 of |q| |k|. */
 typedef struct m3_select_params {
   const m3_rows *rows;
   m3_layer_cache cache;
@@ -144,7 +156,8 @@ typedef struct m3_select_params {
   int64_t low_bit_from; /* visible blocks from which low-bit copies are worth it */
 } m3_select_params;
 
-/* Causal softmax attention of scratch q over the listed blocks, or over all visible blocks if blocks is NULL. */
+/* Causal softmax attention of scratch q over the listed blocks, or over all visible blocks if blocks is NULL, with
+ * float32 products and sums; but where a GPU may round (see M3_SESSION_EXACT in m3.h). */
 typedef struct m3_attend_params {
   const m3_rows *rows;
   m3_layer_cache cache;
@@ -225,6 +238,9 @@ typedef struct m3_backend {
   /* What people call the device; NULL: nothing but its name above. */
   void (*describe)(char *out, size_t size);
 
+  /* Which kernels select and attend in such a session, see m3_session_msa; NULL: there is one way only. */
+  void (*describe_msa)(const m3_state_params *p, char *out, size_t size);
+
   /* Bytes of a page of low-bit copies; NULL: the backend has none. */
   int64_t (*low_bit_page_bytes)(const m3_hparams *hparams);
 
@@ -237,6 +253,13 @@ typedef struct m3_backend {
   /* Around the operations of a chunk. finish waits for them, unless they are done anyway. */
   void (*begin)(const m3_context *c, const m3_rows *rows);
   m3_status (*finish)(const m3_context *c, m3_broken *broken, m3_error *err);
+
+  /* Chunks of one row a sequence that repeat, as decoding makes them, without another download or upload than that of
+   * the logits or the hidden states at the end; NULL: the backend does not keep operations. replay, after begin: true
+   * if it does all operations itself, as the caller called them for another such step; else the caller calls them,
+   * which may only keep them, and then `recorded`, `whole` if it called all. */
+  bool (*replay)(const m3_context *c, const m3_step *step);
+  void (*recorded)(const m3_context *c, bool whole);
 
   void (*embed)(const m3_context *c, const m3_embed_params *p);
   void (*prepare)(const m3_context *c, const m3_prepare_params *p);

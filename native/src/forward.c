@@ -18,13 +18,10 @@ static void fill_rope(m3_session *s, int32_t n) {
     float frequency = 1.0f / powf(h->rope_theta, exponent);
     for (int32_t r = 0; r < n; r++) {
       float angle = (float)s->row_pos[r] * frequency;
-      s->host_cos[r * half + i] = (float)cos((double)angle);
-      s->host_sin[r * half + i] = (float)sin((double)angle);
+      s->cos[r * half + i] = (float)cos((double)angle);
+      s->sin[r * half + i] = (float)sin((double)angle);
     }
   }
-  uint64_t bytes = (uint64_t)n * (uint64_t)half * sizeof(float);
-  s->model->backend->upload(s->state, s->cos, s->host_cos, bytes);
-  s->model->backend->upload(s->state, s->sin, s->host_sin, bytes);
 }
 
 static m3_status not_finite(const m3_session *s, int32_t layer, m3_part part, m3_error *err) {
@@ -111,19 +108,26 @@ static m3_status feed_forward(m3_session *s, const m3_context *c, int32_t layer,
   return M3_OK;
 }
 
-/* Logits of row `row` of the chunk, if the batch wants them, go to place `place` of batch->out. */
-static m3_status logits_of(m3_session *s, const m3_context *c, const m3_batch *batch, const int64_t *places, int32_t n,
-                           m3_error *err) {
+/* Logits of n hidden states, at most M3_LOGIT_ROWS. */
+static m3_status logits_of(m3_session *s, const m3_context *c, const float *hidden, int32_t n, m3_error *err) {
   const m3_hparams *h = &s->model->hparams;
   const m3_backend *b = s->model->backend;
   const m3_weight *w = s->model->outer;
-  uint64_t row_bytes = (uint64_t)h->n_vocab * sizeof(float);
-  b->head(c, &(m3_head_params){&w[M3_OUTPUT_NORM], &w[M3_OUTPUT_HEAD], s->picked, n, s->logits});
+  b->head(c, &(m3_head_params){&w[M3_OUTPUT_NORM], &w[M3_OUTPUT_HEAD], hidden, n, s->logits});
   if (!b->finite(c, s->logits, (int64_t)n * h->n_vocab, M3_PART_LOGITS))
     return not_finite(s, h->n_layer, M3_PART_LOGITS, err);
-  for (int32_t i = 0; i < n; i++)
-    b->download(s->state, batch->out + places[i] * h->n_vocab, s->logits + (int64_t)i * h->n_vocab, row_bytes);
   return M3_OK;
+}
+
+/* Logits of the last n picked rows go to their places in batch->out. */
+static m3_status write_picked(m3_session *s, const m3_context *c, const m3_batch *batch, const int64_t *places,
+                              int32_t n, m3_error *err) {
+  int64_t n_vocab = s->model->hparams.n_vocab;
+  m3_status status = logits_of(s, c, s->picked, n, err);
+  for (int32_t i = 0; i < n && !status; i++)
+    s->model->backend->download(s->state, batch->out + places[i] * n_vocab, s->logits + i * n_vocab,
+                                (uint64_t)n_vocab * sizeof(float));
+  return status;
 }
 
 /* Place in the output of each row of the chunk, -1 for a row that is not wanted. The span of row `first` is found by
@@ -144,7 +148,7 @@ static m3_status write_logits(m3_session *s, const m3_context *c, const m3_batch
       picked++;
     }
     if (picked && (picked == M3_LOGIT_ROWS || r == n - 1)) {
-      m3_status status = logits_of(s, c, batch, places, picked, err);
+      m3_status status = write_picked(s, c, batch, places, picked, err);
       if (status) return status;
       picked = 0;
     }
@@ -152,46 +156,104 @@ static m3_status write_logits(m3_session *s, const m3_context *c, const m3_batch
   return M3_OK;
 }
 
-static void enter(m3_session *s, const m3_context *c, const m3_batch *batch, int64_t first, int32_t n) {
+static void enter(m3_session *s, const m3_context *c, const m3_batch *batch, const m3_rows *rows, int64_t first) {
   const m3_backend *b = s->model->backend;
   int64_t n_embd = s->model->hparams.n_embd;
   if (s->options.layer_first == 0)
-    b->embed(c, &(m3_embed_params){&s->model->outer[M3_TOKEN_EMBD], batch->ids + first, n, s->hidden});
+    b->embed(c, &(m3_embed_params){&s->model->outer[M3_TOKEN_EMBD], rows, s->hidden});
   else
-    b->upload(s->state, s->hidden, batch->hidden + first * n_embd, (uint64_t)(n * n_embd) * sizeof(float));
+    b->upload(s->state, s->hidden, batch->hidden + first * n_embd, (uint64_t)(rows->n * n_embd) * sizeof(float));
 }
 
-static m3_status run_layers(m3_session *s, m3_context *c, const m3_batch *batch, int64_t first, int32_t n,
+static m3_status cancelled(m3_error *err) { return m3_fail(err, M3_ERROR_CANCELLED, "the evaluation was cancelled"); }
+
+/* What comes behind the last layer. */
+static void leave(m3_session *s, m3_context *c) { c->layer = s->model->hparams.n_layer; }
+
+static m3_status run_layers(m3_session *s, m3_context *c, const m3_batch *batch, const m3_rows *rows, int64_t first,
                             m3_error *err) {
   const m3_hparams *h = &s->model->hparams;
   const m3_backend *b = s->model->backend;
-  m3_rows rows = {n, s->row_seq, s->row_pos, s->cache.tables, s->cos, s->sin};
-  fill_rope(s, n);
-  b->begin(c, &rows);
-  enter(s, c, batch, first, n);
+  int32_t n = rows->n;
+  enter(s, c, batch, rows, first);
   if (!b->finite(c, s->hidden, (int64_t)n * h->n_embd, M3_PART_INPUT))
     return not_finite(s, c->layer, M3_PART_INPUT, err);
   int32_t end = s->options.layer_first + s->options.layer_count;
   for (int32_t layer = s->options.layer_first; layer < end; layer++) {
-    if (atomic_load(&s->cancel)) return m3_fail(err, M3_ERROR_CANCELLED, "the evaluation was cancelled");
+    if (atomic_load(&s->cancel)) return cancelled(err);
     c->layer = layer;
     if (s->inputs) c->inputs = s->inputs + (layer - s->options.layer_first) * M3_INPUTS;
-    m3_status status = attention(s, c, batch, &rows, layer, first, err);
+    m3_status status = attention(s, c, batch, rows, layer, first, err);
     if (!status) status = feed_forward(s, c, layer, n, err);
     if (status) return status;
     if (!b->finite(c, s->hidden, (int64_t)n * h->n_embd, M3_PART_OUTPUT))
       return not_finite(s, layer, M3_PART_OUTPUT, err);
     atomic_fetch_add(&s->done, n);
   }
-  c->layer = h->n_layer;
+  leave(s, c);
   if (s->inputs && end == h->n_layer &&
       !b->head_input(c, &(m3_head_input_params){&s->model->outer[M3_OUTPUT_NORM], s->hidden, n}))
     return m3_fail(err, M3_ERROR_NOT_FINITE, "the input of the output head is NaN or infinite; output_norm is broken");
-  if (batch->output == M3_OUTPUT_HIDDEN) {
-    b->download(s->state, batch->out + first * h->n_embd, s->hidden, (uint64_t)n * (uint64_t)h->n_embd * sizeof(float));
-    return M3_OK;
+  return M3_OK;
+}
+
+static void write_hidden(m3_session *s, const m3_batch *batch, int64_t first, int32_t n) {
+  int64_t n_embd = s->model->hparams.n_embd;
+  s->model->backend->download(s->state, batch->out + first * n_embd, s->hidden, (uint64_t)(n * n_embd) * sizeof(float));
+}
+
+/* Whether the chunk is a step of decoding, which a backend may replay: token ids in, one row a sequence, each the one
+ * that its span wants, and nothing given or recorded. `place`: of the first row's output. */
+static bool is_step(const m3_session *s, const m3_batch *batch, const m3_rows *rows, int64_t first, int64_t *place) {
+  if (!s->model->backend->replay || !rows->ids || batch->blocks || s->options.record || rows->n > M3_LOGIT_ROWS)
+    return false;
+  int64_t end = 0;
+  int32_t span = 0;
+  for (int32_t r = 0; r < rows->n; r++) {
+    while (end <= first + r) end += batch->spans[span++].n;
+    if (r && rows->seq[r] == rows->seq[r - 1]) return false;
+    if (batch->output == M3_OUTPUT_LAST && first + r != end - 1) return false;
+    if (r == 0) *place = batch->output == M3_OUTPUT_LAST ? span - 1 : first;
   }
-  return write_logits(s, c, batch, first, n, err);
+  return true;
+}
+
+/* Rows of a step want logits in the order in which they stand. */
+static m3_status run_step(m3_session *s, m3_context *c, const m3_batch *batch, const m3_rows *rows, int64_t first,
+                          int64_t place, m3_error *err) {
+  const m3_backend *b = s->model->backend;
+  int64_t n_vocab = s->model->hparams.n_vocab;
+  m3_step step = {batch->output != M3_OUTPUT_HIDDEN, s->model->bindings};
+  if (b->replay(c, &step)) {
+    leave(s, c);
+    atomic_fetch_add(&s->done, rows->n * s->options.layer_count);
+  } else {
+    m3_status status = run_layers(s, c, batch, rows, first, err);
+    if (!status && step.head) status = logits_of(s, c, s->hidden, rows->n, err);
+    b->recorded(c, !status);
+    if (status) return status;
+  }
+  if (step.head)
+    b->download(s->state, batch->out + place * n_vocab, s->logits, (uint64_t)(rows->n * n_vocab) * sizeof(float));
+  else
+    write_hidden(s, batch, first, rows->n);
+  return M3_OK;
+}
+
+static m3_status run_chunk(m3_session *s, m3_context *c, const m3_batch *batch, int64_t first, int32_t n,
+                           m3_error *err) {
+  const int32_t *ids = s->options.layer_first == 0 ? batch->ids + first : NULL;
+  m3_rows rows = {n, s->row_seq, s->row_pos, s->cache.tables, s->cos, s->sin, ids};
+  int64_t place = 0;
+  if (atomic_load(&s->cancel)) return cancelled(err);
+  fill_rope(s, n);
+  s->model->backend->begin(c, &rows);
+  if (is_step(s, batch, &rows, first, &place)) return run_step(s, c, batch, &rows, first, place, err);
+  m3_status status = run_layers(s, c, batch, &rows, first, err);
+  if (status) return status;
+  if (batch->output != M3_OUTPUT_HIDDEN) return write_logits(s, c, batch, first, n, err);
+  write_hidden(s, batch, first, n);
+  return M3_OK;
 }
 
 m3_status m3_forward_chunk(m3_session *s, const m3_batch *batch, int64_t first, int32_t n, m3_error *err) {
@@ -200,7 +262,7 @@ m3_status m3_forward_chunk(m3_session *s, const m3_batch *batch, int64_t first, 
                   .scratch = &s->scratch,
                   .state = s->state,
                   .layer = s->options.layer_first};
-  m3_status status = run_layers(s, &c, batch, first, n, err);
+  m3_status status = run_chunk(s, &c, batch, first, n, err);
   if (status) return status;
   m3_broken broken;
   status = s->model->backend->finish(&c, &broken, err);

@@ -466,6 +466,7 @@ m3_status m3_model_bind(m3_model *m, const char *tensor, int32_t expert, const v
   if (status) return status;
   m3_weight *w = find_weight(m, tensor);
   if (!w) return m3_fail(err, M3_ERROR_ARGUMENT, "%s: there is no tensor '%s'", m3_gguf_name(m->gguf), tensor);
+  m->bindings++;
   const m3_tensor *t = w->tensor;
   int64_t n_expert = t->n_dims == 3 ? t->ne[2] : 0;
   if (expert < -1 || expert >= n_expert)
@@ -497,6 +498,7 @@ m3_status m3_model_unbind_layer(m3_model *m, int32_t layer, m3_error *err) {
   if (layer < -1 || layer >= m->hparams.n_layer)
     return m3_fail(err, M3_ERROR_ARGUMENT, "layer %d, expected -1 to %d", (int)layer, m->hparams.n_layer - 1);
   m3_weight *w = layer < 0 ? m->outer : m->layers[layer].w;
+  m->bindings++;
   for (int r = 0; r < (layer < 0 ? (int)M3_OUTER_ROLES : (int)M3_LAYER_ROLES); r++) unbind(m, &w[r]);
   return M3_OK;
 }

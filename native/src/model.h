@@ -58,6 +58,7 @@ struct m3_model {
   const struct m3_kernels *kernels; /* of the CPU backend */
   char device_name[128];
   struct m3_loading *loading; /* see weights.h */
+  uint64_t bindings;          /* how often data was bound to or taken from a weight */
 };
 
 /* Reads and validates the dimensions. */

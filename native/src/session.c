@@ -65,7 +65,7 @@ static m3_status complete_options(const m3_model *m, const m3_session_options *i
   if (!status && o->index_scan == M3_INDEX_SCAN_LOW_BIT && !m->backend->low_bit_page_bytes)
     status = m3_fail(err, M3_ERROR_UNSUPPORTED, "index_scan low_bit: backend %s has no low-bit index keys; cpu has",
                      m->backend->name);
-  if (!status) status = check_range("flags", o->flags, 0, M3_SESSION_POISON, err);
+  if (!status) status = check_range("flags", o->flags, 0, 2 * M3_SESSION_EXACT - 1, err);
   if (!status) status = check_cache_type(o->kv_type, m->hparams.head_dim, "kv_type", err);
   if (!status) status = check_cache_type(o->index_type, m->hparams.index_dim, "index_type", err);
   /* A chunk longer than everything the session can hold would only cost memory. */
@@ -144,10 +144,8 @@ static int list_buffers(m3_session *s, const m3_model *m, const m3_session_optio
       {(void **)&w->rounded, m->backend->input_bytes ? m->backend->input_bytes(h, rows) : 0, 1, false},
       {(void **)&w->thread, w->thread_floats * o->n_threads, sizeof(float), false},
       {(void **)&s->hidden, rows * h->n_embd, sizeof(float), false},
-      {(void **)&s->cos, rows * half, sizeof(float), false},
-      {(void **)&s->sin, rows * half, sizeof(float), false},
-      {(void **)&s->host_cos, rows * half, sizeof(float), true},
-      {(void **)&s->host_sin, rows * half, sizeof(float), true},
+      {(void **)&s->cos, rows * half, sizeof(float), true},
+      {(void **)&s->sin, rows * half, sizeof(float), true},
       {(void **)&s->logits, logit_rows * h->n_vocab, sizeof(float), false},
       {(void **)&s->picked, logit_rows * h->n_embd, sizeof(float), false},
       {(void **)&s->row_seq, rows, sizeof(int32_t), true},
@@ -198,7 +196,10 @@ static m3_state_params state_params(const m3_model *m, const m3_session_options 
   return (m3_state_params){.hparams = &m->hparams,
                            .sequences = o->sequences,
                            .chunk = o->chunk,
-                           .blocks = (o->context + m->hparams.block_size - 1) / m->hparams.block_size};
+                           .blocks = (o->context + m->hparams.block_size - 1) / m->hparams.block_size,
+                           .kv_type = o->kv_type,
+                           .index_type = o->index_type,
+                           .exact = (o->flags & M3_SESSION_EXACT) != 0};
 }
 
 m3_status m3_session_memory(const m3_model *m, const m3_session_options *options, m3_memory *out, m3_error *err) {
@@ -215,6 +216,18 @@ m3_status m3_session_memory(const m3_model *m, const m3_session_options *options
   for (int i = 0; i < n; i++) out->scratch_bytes += (uint64_t)list[i].count * list[i].size;
   m3_state_params state = state_params(m, &o);
   out->scratch_bytes += (uint64_t)m->backend->state_bytes(&state);
+  return M3_OK;
+}
+
+m3_status m3_session_msa(const m3_model *m, const m3_session_options *options, char *out, uint64_t n_bytes,
+                         m3_error *err) {
+  m3_session_options o;
+  if (!out || !n_bytes) return m3_fail(err, M3_ERROR_ARGUMENT, "m3_session_msa: out is NULL or empty");
+  *out = '\0';
+  m3_status status = complete_options(m, options, &o, err);
+  if (status || !m->backend->describe_msa) return status;
+  m3_state_params state = state_params(m, &o);
+  m->backend->describe_msa(&state, out, (size_t)n_bytes);
   return M3_OK;
 }
 

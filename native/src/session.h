@@ -14,9 +14,8 @@ struct m3_session {
   m3_device_state *state;
   m3_cache cache;
   m3_scratch scratch;
-  float *hidden;    /* [chunk, n_embd] on the backend */
-  float *cos, *sin; /* [chunk, n_rot / 2] on the backend */
-  float *host_cos, *host_sin;
+  float *hidden;         /* [chunk, n_embd] on the backend */
+  float *cos, *sin;      /* [chunk, n_rot / 2] */
   float *logits;         /* [logit_rows, n_vocab] on the backend */
   float *picked;         /* [logit_rows, n_embd] rows whose logits are wanted, on the backend */
   int32_t *row_seq;      /* [chunk] */

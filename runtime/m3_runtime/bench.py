@@ -40,6 +40,7 @@ class BenchOptions:
     kv_type: str
     index_type: str
     index_scan: str
+    exact: bool
     chunk: int  #: as in `SessionOptions`
     seed: int  #: of the token ids
 
@@ -101,6 +102,7 @@ class Bench:
             "kv_type": options.kv_type,
             "index_type": options.index_type,
             "index_scan": options.index_scan,
+            "exact": options.exact,
             "attention": options.attention,
             "threads": options.threads,
             "chunk": options.chunk,
@@ -184,6 +186,7 @@ class Bench:
             "kv_type": options.kv_type,
             "index_type": options.index_type,
             "index_scan": options.index_scan,
+            "msa": self._model.msa(**self._session_options) or None,
             "context": self._context,
             "load_s": round(self._load_seconds, 4),
             "memory": {

@@ -10,7 +10,7 @@ import typer
 
 from m3_runtime.command import guarded, new_app, run
 from m3_runtime.errors import InputError
-from m3_runtime.options import Attention, Device, IndexScan, IndexType, Isa, KvType, Threads, Version
+from m3_runtime.options import Attention, Device, Exact, IndexScan, IndexType, Isa, KvType, Threads, Version
 
 NAME = "m3-bench"
 
@@ -53,6 +53,7 @@ def bench_command(
     kv_type: KvType = "f16",
     index_type: IndexType = "f32",
     index_scan: IndexScan = "auto",
+    exact: Exact = False,
     isa: Isa = "auto",
     chunk: Annotated[
         int, typer.Option("--chunk", metavar="N", min=0, help="Tokens of a prefill computed together; 0 is 512.")
@@ -81,6 +82,7 @@ def bench_command(
         kv_type=kv_type,
         index_type=index_type,
         index_scan=index_scan,
+        exact=exact,
         chunk=chunk,
         seed=seed,
     )

@@ -10,7 +10,7 @@ import typer
 
 from m3_runtime.command import guarded, new_app, run
 from m3_runtime.errors import InputError
-from m3_runtime.options import Attention, Device, IndexScan, IndexType, Isa, KvType, Threads, Version
+from m3_runtime.options import Attention, Device, Exact, IndexScan, IndexType, Isa, KvType, Threads, Version
 from m3_runtime.text import invalid_utf8
 
 NAME = "m3-run"
@@ -139,6 +139,7 @@ def run_command(
     kv_type: KvType = "f16",
     index_type: IndexType = "f32",
     index_scan: IndexScan = "auto",
+    exact: Exact = False,
     isa: Isa = "auto",
     version: Version = False,
 ) -> int:
@@ -179,6 +180,7 @@ def run_command(
         kv_type=kv_type,
         index_type=index_type,
         index_scan=index_scan,
+        exact=exact,
     )
     return run_model(options)
 

@@ -107,6 +107,7 @@ class SessionOptions(TypedDict, total=False):
     index_type: str  #: one of CACHE_TYPES, default "f32"
     attention: str  #: "sparse" (default) or "dense"
     index_scan: str  #: "auto" (default), "full" or "low_bit"; block lists are the same
+    exact: bool  #: float32 everywhere and no bit that hangs on chunks, on a GPU too (M3_SESSION_EXACT); default False
     threads: int  #: 0 (default) takes all cores
     chunk: int  #: rows evaluated together, 0 (default) is 512
     layers: tuple[int, int] | None  #: (first, count) of a layer window; (n_layer, 0): output norm and head; None: all
@@ -136,7 +137,9 @@ def _session_options(options: SessionOptions) -> Any:
     o.attention = _choose(_ATTENTION, options.get("attention", "sparse"), "attention")
     o.index_scan = _choose(_INDEX_SCAN, options.get("index_scan", "auto"), "index_scan")
     o.record = sum(_choose(_RECORD, name, "record") for name in set(options.get("record", ())))
-    o.flags = lib.M3_SESSION_POISON if options.get("poison", False) else 0
+    o.flags = (lib.M3_SESSION_POISON if options.get("poison", False) else 0) | (
+        lib.M3_SESSION_EXACT if options.get("exact", False) else 0
+    )
     return o
 
 
@@ -262,6 +265,15 @@ class Model:
         out = ffi.new("m3_memory *")
         call(lib.m3_session_memory, self._open_pointer(), _session_options(options), out)
         return Memory(out.kv_bytes, out.index_bytes, out.scratch_bytes)
+
+    def msa(self, **options: Unpack[SessionOptions]) -> str:
+        """Which kernels select blocks and attend in such a session on a GPU: "hopper", or what is plain and why.
+
+        Empty on the CPU, which has one way.
+        """
+        out = ffi.new("char[128]")
+        call(lib.m3_session_msa, self._open_pointer(), _session_options(options), out, ffi.sizeof(out))
+        return text(out)
 
     def session(self, **options: Unpack[SessionOptions]) -> "Session":
         """Opens a session with empty sequences; MachineError if the memory is not there."""

@@ -97,6 +97,14 @@ IndexScan: TypeAlias = Annotated[
         "Both choose the same blocks; auto takes copies for long contexts on the CPU.",
     ),
 ]
+Exact: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--exact",
+        help="On a GPU: float32 everywhere, and results that do not depend on how tokens are evaluated together, as on "
+        "the CPU. Slower.",
+    ),
+]
 Version: TypeAlias = Annotated[
     bool,
     typer.Option("--version", callback=show_version, is_eager=True, help="Print the versions of program and engine."),

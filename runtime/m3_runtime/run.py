@@ -53,6 +53,7 @@ class RunOptions:
     kv_type: str
     index_type: str
     index_scan: str
+    exact: bool
 
 
 def run_model(options: RunOptions) -> ExitCode:
@@ -157,6 +158,7 @@ class Run:
             "index_type": options.index_type,
             "index_scan": options.index_scan,
             "attention": options.attention,
+            "exact": options.exact,
             "threads": options.threads,
         }
 
@@ -181,7 +183,7 @@ class Run:
         return (
             f"{self._model.path}: {types}; attention {self._attention()}; context {context}; "
             f"K/V {options.kv_type} {size(plan.kv_bytes)}, index keys {options.index_type} {size(plan.index_bytes)}, "
-            f"scratch {size(plan.scratch_bytes)}; {self._device()}; seed {self._seed}"
+            f"scratch {size(plan.scratch_bytes)}; {self._device()}{self._msa(context)}; seed {self._seed}"
         )
 
     def _device(self) -> str:
@@ -190,6 +192,11 @@ class Run:
         if device is None:
             return f"{name}, {self._threads} threads"
         return f"{name}, {format_bytes(device[0])} of {format_bytes(device[1])} free"
+
+    def _msa(self, context: int) -> str:
+        """Which kernels a GPU selects and attends with: whoever waits for the plain ones sees why."""
+        way = self._model.msa(**self._session_options(context))
+        return f", msa {way}" if way else ""
 
     def _say_status(self, context: int, plan: Memory) -> None:
         _say(self._status(context, plan))
@@ -277,6 +284,7 @@ class Run:
             "index_type": options.index_type,
             "device": self._model.backend_name,
             "device_name": self._model.device_name,
+            "msa": self._model.msa(**self._session_options(context)) or None,
             "isa": self._model.isa_name,
             "threads": self._threads,
             "version": version(),

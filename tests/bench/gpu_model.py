@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from m3_runtime import Model
+from m3_runtime import Model, Session
+from m3_runtime.engine import SessionOptions
 from m3_runtime.quantize import TensorType, row_bytes
 
 ARCH = "minimax-m3"
@@ -156,7 +157,11 @@ def main() -> None:
     p.add_argument("--layers", type=int, default=4)
     p.add_argument("--dense", type=int, default=1)
     p.add_argument("--experts", type=int, default=16)
-    p.add_argument("--prefill", type=int, default=2048)
+    p.add_argument("--prefill", type=int, nargs="+", default=[2048], help="tokens before the decoded ones, ascending")
+    p.add_argument("--chunk", type=int, default=512)
+    p.add_argument("--kv-type", default="f16")
+    p.add_argument("--index-type", default="f32")
+    p.add_argument("--exact", action="store_true")
     p.add_argument("--tokens", type=int, default=30)
     p.add_argument("--bandwidth", type=float, default=4.17, help="TB/s that reading reaches")
     a = p.parse_args()
@@ -167,26 +172,40 @@ def main() -> None:
         bind(model, s, a.type)
         print(f"{model.backend_name} {model.device_name}: {model.weight_bytes / 1e9:.2f} GB of {a.type} bound in "
               f"{time.perf_counter() - start:.1f} s")  # fmt: skip
-        with model.session(context=a.prefill + a.tokens, kv_type="f16", index_type="bf16") as session:
-            for n in (a.prefill, 1):
-                for _ in range(2 if n > 1 else 3):  # the first ones warm up
-                    session.rewind(a.prefill if n == 1 else 0)
-                    start = time.perf_counter()
-                    session.eval(rng.integers(0, s.vocab, n, np.int32))
-                    seconds = time.perf_counter() - start
-                if n > 1:
-                    print(f"prefill of {n} tokens, {a.layers} layers: {seconds * 1e3:.1f} ms, {n / seconds:.0f} tok/s")
-            times = []
-            session.rewind(a.prefill)
-            for id in rng.integers(0, s.vocab, a.tokens, np.int32):
-                start = time.perf_counter()
-                session.eval([id])
-                times.append(time.perf_counter() - start)
-    middle, read = float(np.median(times)), read_per_token(s, a.type)
+        options: SessionOptions = {
+            "context": max(a.prefill) + a.tokens,
+            "kv_type": a.kv_type,
+            "index_type": a.index_type,
+        }
+        options |= {"chunk": a.chunk, "exact": a.exact}
+        print(f"K/V {a.kv_type}, index keys {a.index_type}, chunks of {a.chunk}, msa {model.msa(**options)}")
+        with model.session(**options) as session:
+            session.eval(rng.integers(0, s.vocab, min(a.chunk, a.prefill[0]), np.int32))  # warms up
+            session.rewind(0)
+            for depth in a.prefill:
+                measure(session, s, a, depth, rng)
+
+
+def measure(session: Session, s: Shape, a: argparse.Namespace, depth: int, rng: np.random.Generator) -> None:
+    """Prefill up to `depth`, then tokens one by one."""
+    n = depth - session.length()
+    start = time.perf_counter()
+    session.eval(rng.integers(0, s.vocab, n, np.int32))
+    seconds = time.perf_counter() - start
+    print(f"prefill of {n} tokens to {depth}, {a.layers} layers: {seconds * 1e3:.1f} ms, {n / seconds:.0f} tok/s")
+    times = []
+    for id in rng.integers(0, s.vocab, a.tokens, np.int32):
+        start = time.perf_counter()
+        session.eval([id])
+        times.append(time.perf_counter() - start)
+    session.rewind(depth)
+    # The first steps make what the later ones repeat.
+    middle, read = float(np.median(times[3:])), read_per_token(s, a.type)
     bound = read / (a.bandwidth * 1e12)
     print(
-        f"token after {a.prefill}, {a.layers} layers and head: {middle * 1e6:.0f} us, {read / 1e9:.3f} GB of weights: "
-        f"{read / middle / 1e12:.2f} TB/s, {bound / middle:.0%} of the bound"
+        f"token after {depth}, {a.layers} layers and head: {middle * 1e6:.0f} us ({min(times) * 1e6:.0f} to "
+        f"{max(times[3:]) * 1e6:.0f}), {read / 1e9:.3f} GB of weights: {read / middle / 1e12:.2f} TB/s, "
+        f"{bound / middle:.0%} of the bound"
     )
 
 

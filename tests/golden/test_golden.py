@@ -69,7 +69,9 @@ def evaluate(golden, path, sizes, *, isa="auto", **options):
     logits, blocks, scores = [], {i: [] for i in layers}, {i: [] for i in layers}
     with (
         Model(path, device=golden.device, isa=isa) as model,
-        model.session(context=len(ids), index_type="f32", record=("blocks", "scores"), **options) as session,
+        model.session(
+            context=len(ids), index_type="f32", record=("blocks", "scores"), exact=True, **options
+        ) as session,
     ):
         for part in np.split(ids, cuts(len(ids), sizes)):
             logits.append(session.eval(part, all_logits=True))

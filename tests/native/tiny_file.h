@@ -44,23 +44,34 @@ static inline void put_key_f32(bytes *b, const char *key, float v) {
   put(b, &v, 4);
 }
 
-/* Dimensions of the model: 3 layers, 1 dense; block 16, top_k 2, so that 33 tokens give a choice. */
+/* Dimensions of the model: 3 layers, 1 dense; block 16, top_k 2, so that 33 tokens give a choice; or the heads and
+ * blocks of the release (T_RELEASE_HEADS). */
 enum {
   T_LAYER = 3,
   T_DENSE = 1,
   T_EMBD = 32,
+#ifdef T_RELEASE_HEADS
+  T_HEAD = 64,
+  T_KV = 4,
+  T_DIM = 128,
+  T_INDEX = 128,
+  T_ROT = 64,
+  T_BLOCK = 128,
+  T_TOP = 16,
+#else
   T_HEAD = 4,
   T_KV = 2,
   T_DIM = 16,
   T_INDEX = 16,
   T_ROT = 8,
+  T_BLOCK = 16,
+  T_TOP = 2,
+#endif
   T_FF = 48,
   T_EXPERT_FF = 24,
   T_EXPERT = 4,
   T_USED = 2,
-  T_VOCAB = 64,
-  T_BLOCK = 16,
-  T_TOP = 2
+  T_VOCAB = 64
 };
 
 typedef struct tiny_tensor {

@@ -23,6 +23,7 @@ typedef struct op_case {
   int32_t weight_type, kv_type, index_type;
   int32_t n_sequences, n_rows; /* rows of each sequence in the chunk */
   int64_t context;             /* tokens of each sequence after the chunk */
+  bool exact;                  /* as M3_SESSION_EXACT */
 } op_case;
 
 typedef struct world {
@@ -208,6 +209,9 @@ static inline void new_rows(world *w) {
   w->rows.pos = pos;
   w->rows.cos = cosine;
   w->rows.sin = sine;
+  int32_t *ids = keep(w, (size_t)w->n * sizeof *ids);
+  for (int32_t i = 0; i < w->n; i++) ids[i] = (i * 7 + 3) % c->n_vocab;
+  w->rows.ids = ids;
 }
 
 static inline void new_scratch(world *w, const m3_backend *b, int32_t threads) {
@@ -272,7 +276,7 @@ static inline world *new_world(const op_case *c, const m3_backend *b, int32_t th
   new_cache(w);
   new_rows(w);
   new_scratch(w, b, threads);
-  m3_state_params state = {&w->h, c->n_sequences, w->n, blocks_of_case(c)};
+  m3_state_params state = {&w->h, c->n_sequences, w->n, blocks_of_case(c), c->kv_type, c->index_type, c->exact};
   if (b->open(&state, &w->state, NULL)) abort();
   b->begin(&(m3_context){.hparams = &w->h, .scratch = &w->scratch, .state = w->state}, &w->rows);
   return w;

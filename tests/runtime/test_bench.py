@@ -102,6 +102,7 @@ def test_the_cache_has_the_depth_when_a_run_begins(tiny_gguf: Path, monkeypatch:
         kv_type="f16",
         index_type="f32",
         index_scan="auto",
+        exact=False,
         chunk=0,
         seed=1,
     )

@@ -17,8 +17,8 @@ void m3_cpu_embed(const m3_context *c, const m3_embed_params *p) {
   int64_t n_embd = c->hparams->n_embd;
   int32_t type = p->embd->tensor->type;
   int64_t row_bytes = m3_row_bytes(type, n_embd);
-  for (int32_t r = 0; r < p->n; r++)
-    m3_convert_row(c->kernels, type, (const char *)p->embd->data + p->ids[r] * row_bytes, p->hidden + r * n_embd,
+  for (int32_t r = 0; r < p->rows->n; r++)
+    m3_convert_row(c->kernels, type, (const char *)p->embd->data + p->rows->ids[r] * row_bytes, p->hidden + r * n_embd,
                    n_embd);
 }
 

@@ -4,6 +4,7 @@
  * size; a chunk is a softmax of its own with a running maximum, and the chunks are joined in their order. So a row gets
  * the same bits whether one thread block does all of it (many rows) or one for each chunk (few rows), and whatever else
  * is in the batch. */
+#include "cuda/hopper.cuh"
 #include "cuda/state.cuh"
 #include "cuda/tables.cuh"
 
@@ -339,6 +340,7 @@ int64_t m3_cuda_attention_floats(const m3_hparams *h, int64_t blocks) {
 void m3_cuda_attend(const m3_context *c, const m3_attend_params *p) {
   const m3_hparams *h = c->hparams;
   m3_device_state *s = c->state;
+  if (s->hopper.attend && !p->mass) return m3_hopper_attend(c, p);
   int32_t group = h->n_head / h->n_head_kv;
   attention_params a = {};
   a.places = m3_places_of(s);
@@ -362,7 +364,7 @@ void m3_cuda_attend(const m3_context *c, const m3_attend_params *p) {
   if (a.keys > MAX_KEYS) a.keys = MAX_KEYS;
   a.scale = 1.0f / sqrtf((float)h->head_dim);
   dim3 grid((unsigned)p->rows->n, (unsigned)(h->n_head_kv * a.pieces));
-  int64_t keys = m3_longest(p->rows) + 1, listed = (int64_t)h->top_k * h->block_size;
+  int64_t keys = s->max_blocks * h->block_size, listed = (int64_t)h->top_k * h->block_size;
   if (p->blocks && keys > listed) keys = listed;
   int64_t chunks = (keys + CHUNK - 1) / CHUNK;
   bool few = (int64_t)grid.x * grid.y < ENOUGH_BLOCKS && chunks > 1 && !p->mass;

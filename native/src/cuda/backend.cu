@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "cuda/hopper.cuh"
 #include "cuda/state.cuh"
 
 static m3_status fail(m3_error *err, cudaError_t error, const char *where) {
@@ -31,25 +32,40 @@ struct piece {
 
 enum { PIECES = 11 };
 
+/* Bytes of `places` for n rows. */
+static int64_t places_bytes(const m3_hparams *h, int64_t n) { return n * (16 + (int64_t)(h->n_rot / 2) * 8); }
+
+/* Lays out `places` for n rows. */
+static void lay_out_places(const m3_hparams *h, m3_device_state *s, int64_t n) {
+  int64_t half = h->n_rot / 2;
+  s->pos = (int64_t *)s->places;
+  s->cos = (float *)(s->pos + n);
+  s->sin = s->cos + n * half;
+  s->seq = (int32_t *)(s->sin + n * half);
+  s->ids = s->seq + n;
+}
+
 static int list_pieces(const m3_state_params *p, m3_device_state *s, piece *list) {
   const m3_hparams *h = p->hparams;
   int64_t pairs = (int64_t)p->chunk * h->n_expert_used;
   int64_t select_rows = p->chunk < M3_SELECT_ROWS ? p->chunk : M3_SELECT_ROWS;
   s->blocks = p->blocks;
   s->select_rows = (int32_t)select_rows;
-  s->attention_floats = m3_cuda_attention_floats(h, p->blocks);
+  s->hopper = m3_hopper_of(p);
+  s->attention_floats = s->hopper.attend ? 0 : m3_cuda_attention_floats(h, p->blocks);
+  s->exact = p->exact;
   const piece all[] = {
       {(void **)&s->broken, 4},
-      {(void **)&s->ids, (int64_t)p->chunk * 4},
-      {(void **)&s->seq, (int64_t)p->chunk * 4},
-      {(void **)&s->pos, (int64_t)p->chunk * 8},
+      {(void **)&s->places, places_bytes(h, p->chunk)},
       {(void **)&s->tables, p->sequences * p->blocks * 4},
+      {(void **)&s->table_of, p->sequences * (int64_t)sizeof *s->table_of},
       {(void **)&s->grouping.row, pairs * 4},
       {(void **)&s->grouping.place, pairs * 4},
       {(void **)&s->grouping.groups, (h->n_expert + pairs) * (int64_t)sizeof(m3_row_group)},
       {(void **)&s->grouping.n_groups, 4},
-      {(void **)&s->block_scores, select_rows * h->n_index_head * p->blocks * 4},
+      {(void **)&s->block_scores, select_rows * h->n_index_head * (p->blocks + 3) / 4 * 16},
       {(void **)&s->attention_parts, s->attention_floats * 4},
+      {(void **)&s->hopper_work, m3_hopper_bytes(p)},
   };
   static_assert(sizeof all / sizeof *all == PIECES, "PIECES");
   memcpy(list, all, sizeof all);
@@ -68,20 +84,14 @@ static int64_t state_bytes(const m3_state_params *p) {
 static void close_state(m3_device_state *s) {
   if (!s) return;
   if (s->stream) cudaStreamSynchronize(s->stream);
-  void *const pieces[] = {s->broken,
-                          s->ids,
-                          s->seq,
-                          s->pos,
-                          s->tables,
-                          s->grouping.row,
-                          s->grouping.place,
-                          s->grouping.groups,
-                          s->grouping.n_groups,
-                          s->block_scores,
-                          s->attention_parts};
+  m3_cuda_close_replays(s->replays);
+  void *const pieces[] = {s->broken,       s->places,          s->tables,          s->table_of,
+                          s->grouping.row, s->grouping.place,  s->grouping.groups, s->grouping.n_groups,
+                          s->block_scores, s->attention_parts, s->hopper_work};
   static_assert(sizeof pieces / sizeof *pieces == PIECES, "PIECES");
   for (int i = 0; i < PIECES; i++) cudaFree(pieces[i]);
   cudaFreeHost(s->host_broken);
+  cudaFreeHost(s->host_places);
   free(s->mirror);
   if (s->stream) cudaStreamDestroy(s->stream);
   free(s);
@@ -90,6 +100,8 @@ static void close_state(m3_device_state *s) {
 static m3_status fill_state(const m3_state_params *p, m3_device_state *s, m3_error *err) {
   cudaError_t error = cudaStreamCreateWithFlags(&s->stream, cudaStreamNonBlocking);
   if (error == cudaSuccess) error = cudaHostAlloc((void **)&s->host_broken, 4, cudaHostAllocDefault);
+  size_t places = (size_t)places_bytes(p->hparams, p->chunk);
+  if (error == cudaSuccess) error = cudaHostAlloc((void **)&s->host_places, places, cudaHostAllocDefault);
   if (error != cudaSuccess) return fail(err, error, "opening a session");
   piece list[PIECES];
   int n = list_pieces(p, s, list);
@@ -102,7 +114,11 @@ static m3_status fill_state(const m3_state_params *p, m3_device_state *s, m3_err
   s->mirror = (int32_t *)malloc(entries * sizeof *s->mirror);
   if (!s->mirror) return m3_fail_memory(err, entries * sizeof *s->mirror, "the page tables");
   memset(s->mirror, 0xff, entries * sizeof *s->mirror);
-  return M3_OK;
+  for (int32_t i = 0; i < p->sequences && error == cudaSuccess; i++) {
+    const int32_t *table = s->tables + i * p->blocks;
+    error = cudaMemcpyAsync(s->table_of + i, &table, sizeof table, cudaMemcpyHostToDevice, s->stream);
+  }
+  return error == cudaSuccess ? M3_OK : fail(err, error, "opening a session");
 }
 
 static m3_status open_state(const m3_state_params *p, m3_device_state **out, m3_error *err) {
@@ -192,22 +208,53 @@ static void update_table(m3_device_state *s, int32_t seq, const int32_t *table, 
   upload(s, s->tables + seq * s->blocks + first, table + first, (uint64_t)(n - first) * sizeof *table);
 }
 
+/* A copy on the host of what lies at `to` in `places`. */
+static void fill(m3_device_state *s, const void *to, const void *from, int64_t bytes) {
+  memcpy(s->host_places + ((const char *)to - s->places), from, (size_t)bytes);
+}
+
+/* In a chunk of one row a sequence, which may repeat with later rows, max_blocks is a power of two, so that what
+ * depends on it repeats too. */
+static int64_t bound_blocks(const m3_context *c, const m3_rows *rows) {
+  int64_t blocks = m3_longest(rows) / c->hparams->block_size + 1, bound = 1;
+  for (int32_t r = 1; r < rows->n; r++)
+    if (rows->seq[r] == rows->seq[r - 1]) return blocks;
+  while (bound < blocks) bound *= 2;
+  return bound < c->state->blocks ? bound : c->state->blocks;
+}
+
 static void begin(const m3_context *c, const m3_rows *rows) {
   m3_device_state *s = c->state;
-  upload(s, s->seq, rows->seq, (uint64_t)rows->n * sizeof *rows->seq);
-  upload(s, s->pos, rows->pos, (uint64_t)rows->n * sizeof *rows->pos);
-  /* Rows of a sequence stand together, in the order of their positions. */
+  int64_t n = rows->n, half = c->hparams->n_rot / 2;
+  /* An evaluation that was cancelled has not waited, and may still read what is written here. */
+  if (s->running) m3_note(s, cudaStreamSynchronize(s->stream), "a kernel");
+  s->running = true;
+  s->told = false;
+  s->n = rows->n;
+  s->max_blocks = bound_blocks(c, rows);
+  lay_out_places(c->hparams, s, n);
+  fill(s, s->pos, rows->pos, n * (int64_t)sizeof *rows->pos);
+  fill(s, s->cos, rows->cos, n * half * (int64_t)sizeof *rows->cos);
+  fill(s, s->sin, rows->sin, n * half * (int64_t)sizeof *rows->sin);
+  fill(s, s->seq, rows->seq, n * (int64_t)sizeof *rows->seq);
+  if (rows->ids) fill(s, s->ids, rows->ids, n * (int64_t)sizeof *rows->ids);
+  upload(s, s->places, s->host_places, (uint64_t)places_bytes(c->hparams, n));
   for (int32_t r = 0; r < rows->n; r++)
     if (r + 1 == rows->n || rows->seq[r + 1] != rows->seq[r])
       update_table(s, rows->seq[r], rows->tables[rows->seq[r]], rows->pos[r] / c->hparams->block_size + 1);
   m3_note(s, cudaMemsetAsync(s->broken, 0x7f, sizeof *s->broken, s->stream), "begin");
 }
 
-static m3_status finish(const m3_context *c, m3_broken *broken, m3_error *err) {
-  m3_device_state *s = c->state;
+void m3_cuda_tell_broken(m3_device_state *s) {
   m3_note(s, cudaMemcpyAsync(s->host_broken, s->broken, sizeof *s->broken, cudaMemcpyDeviceToHost, s->stream),
           "finish");
+}
+
+static m3_status finish(const m3_context *c, m3_broken *broken, m3_error *err) {
+  m3_device_state *s = c->state;
+  if (!s->told) m3_cuda_tell_broken(s);
   m3_note(s, cudaStreamSynchronize(s->stream), "a kernel");
+  s->running = false;
   if (s->error != cudaSuccess) {
     cudaError_t error = s->error;
     s->error = cudaSuccess;
@@ -244,11 +291,14 @@ static const m3_backend cuda_backend = {
     .weight_free = weight_free,
     .memory = memory,
     .describe = describe,
+    .describe_msa = m3_hopper_describe,
     .low_bit_page_bytes = NULL,
     .thread_floats = thread_floats,
     .input_bytes = NULL,
     .begin = begin,
     .finish = finish,
+    .replay = m3_cuda_replay,
+    .recorded = m3_cuda_recorded,
     .embed = m3_cuda_embed,
     .prepare = m3_cuda_prepare,
     .select = m3_cuda_select,

@@ -236,8 +236,7 @@ void m3_cuda_embed(const m3_context *c, const m3_embed_params *p) {
   m3_device_state *s = c->state;
   const m3_tensor *t = p->embd->tensor;
   int32_t n_in = (int32_t)t->ne[0];
-  m3_note(s, cudaMemcpyAsync(s->ids, p->ids, (size_t)p->n * sizeof *p->ids, cudaMemcpyHostToDevice, s->stream), "ids");
-  dim3 grid((unsigned)p->n, m3_blocks_for(n_in, (int64_t)M3_RUN * (int64_t)M3_THREADS));
+  dim3 grid((unsigned)p->rows->n, m3_blocks_for(n_in, (int64_t)M3_RUN * (int64_t)M3_THREADS));
   const char *weight = (const char *)p->embd->device;
   int64_t row_bytes = m3_row_bytes(t->type, n_in);
   switch (t->type) {

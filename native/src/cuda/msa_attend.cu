@@ -416,7 +416,21 @@ m3_msa_result m3_msa_decode(const m3_msa_select *s, const m3_msa_attend *a, cuda
   return launch_typed<CHOSEN>(a->kv_type, args, stream);
 }
 
-size_t m3_msa_dense_bytes(int32_t n_rows) { return (size_t)n_rows * HEADS * DENSE_PARTS * sizeof(dense_part); }
+namespace {
+
+// Thread blocks of a (row, KV head): twice the multiprocessors in all, two of which one holds.
+unsigned dense_parts(unsigned pairs, int multiprocessors) {
+  unsigned parts = (unsigned)(2 * multiprocessors) / pairs;
+  return parts < 1 ? 1 : parts > DENSE_PARTS ? DENSE_PARTS : parts;
+}
+
+}  // namespace
+
+size_t m3_msa_dense_bytes(int32_t n_rows) {
+  int multiprocessors = hopper_multiprocessors(), pairs = n_rows * HEADS;
+  if (!multiprocessors) return 0;
+  return (size_t)(pairs > 2 * multiprocessors ? pairs : 2 * multiprocessors) * sizeof(dense_part);
+}
 
 m3_msa_result m3_msa_dense_decode(const m3_msa_attend *p, void *work, cudaStream_t stream) {
   int multiprocessors = hopper_multiprocessors();
@@ -425,9 +439,7 @@ m3_msa_result m3_msa_dense_decode(const m3_msa_attend *p, void *work, cudaStream
   if (!make_args(*p, args)) return M3_MSA_FAILED;
   args.part = static_cast<float *>(work);
   unsigned pairs = (unsigned)(p->rows.n * HEADS);
-  // Twice the multiprocessors in thread blocks, two of which one holds.
-  unsigned parts = (unsigned)(2 * multiprocessors) / pairs;
-  parts = parts < 1 ? 1 : parts > DENSE_PARTS ? DENSE_PARTS : parts;
+  unsigned parts = dense_parts(pairs, multiprocessors);
   if (parts > p->rows.max_blocks) parts = (unsigned)p->rows.max_blocks;
   launch_shape shape = {dim3(pairs, parts), dim3(THREADS), sizeof(attend_buffer), 1, true};
   m3_msa_result result = p->kv_type == M3_TYPE_BF16

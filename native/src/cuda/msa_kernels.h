@@ -55,8 +55,9 @@ typedef struct m3_msa_select {
   int32_t index_type;   /* M3_TYPE_BF16, M3_TYPE_F16 or M3_TYPE_F32 */
   const float *index_q; /* [n, 4, 128] */
   int32_t *blocks;      /* out [n, 4, 16] ascending, padded with -1 */
-  int32_t *not_finite;  /* set to 1 if a score is not finite, else left alone */
+  int32_t *not_finite;  /* lowered to `code` if a score is not finite, else left alone */
   void *work;           /* m3_msa_select_bytes(n, max_blocks), aligned to 16 */
+  int32_t code;
 } m3_msa_select;
 
 /* Attention of decode rows over listed blocks, as m3_cpu_attend. Queries and softmax weights enter the tensor cores in
@@ -81,8 +82,8 @@ m3_msa_result m3_msa_attend_decode(const m3_msa_attend *p, cudaStream_t stream);
  * gets the lists. The rows of both are the same. */
 m3_msa_result m3_msa_decode(const m3_msa_select *s, const m3_msa_attend *a, cudaStream_t stream);
 
-/* Attention of decode rows over all visible blocks (dense layers): blocks is not read. work:
- * m3_msa_dense_bytes(n). */
+/* Attention of decode rows over all visible blocks (dense layers): blocks is not read. work: m3_msa_dense_bytes(n),
+ * which is enough for fewer rows too; 0 on another device. */
 size_t m3_msa_dense_bytes(int32_t n_rows);
 m3_msa_result m3_msa_dense_decode(const m3_msa_attend *p, void *work, cudaStream_t stream);
 
@@ -94,24 +95,32 @@ typedef struct m3_msa_prefill {
   int64_t first_pos;
   const int32_t *table; /* page of each block of the sequence */
   const void *index;    /* [n_pages, 128, 128] */
-  int32_t index_type;   /* M3_TYPE_BF16 or M3_TYPE_F16 */
+  int32_t index_type;   /* M3_TYPE_BF16, M3_TYPE_F16 or M3_TYPE_F32 */
   const float *index_q; /* [n, 4, 128] */
   const void *k, *v;    /* [n_pages, 4, 128, 128] */
   int32_t kv_type;      /* M3_TYPE_BF16 or M3_TYPE_F16 */
   const float *q;       /* [n, 64, 128] */
   int32_t *blocks;      /* [n, 4, 16] ascending, padded with -1: written by select, read by attend */
   float *out;           /* [n, 64, 128] */
-  int32_t *not_finite;  /* select: set to 1 if a query or a key is not finite, else left alone */
+  int32_t *not_finite;  /* select: lowered to `code` if a query or a key is not finite, else left alone */
   void *work;           /* select: m3_msa_prefill_select_bytes, aligned to 256 */
+  int32_t code;
 } m3_msa_prefill;
 
-/* Some 260 bytes for each token that the last row sees and up to 1.5 KB for each row and split of the context. */
-size_t m3_msa_prefill_select_bytes(int32_t n, int64_t first_pos, int32_t local_blocks);
+/* Enough for n rows or fewer, the last of which sees max_blocks blocks or fewer: some 260 bytes for each token, 520
+ * with float32 keys, and up to 6 KB for each row; 0 on another device. */
+size_t m3_msa_prefill_select_bytes(int32_t n, int64_t max_blocks, int32_t index_type);
+
+/* Block lists as m3_cpu_select makes them. Keys and queries enter the tensor cores in float16 parts with a power of two
+ * for each page and query, 22 bits and more of each number: products lose less than 2^-20 of |q| |k|. */
 m3_msa_result m3_msa_prefill_select(const m3_msa_prefill *p, cudaStream_t stream);
 
-/* Queries and softmax weights are rounded to kv_type before the tensor cores, as in dense flash attention: some 2e-3 of
- * the result's norm with bfloat16. */
+/* Queries and softmax weights are rounded to kv_type before the tensor cores, as in dense flash attention: in the worst
+ * head of a row up to 7e-3 of its norm with bfloat16 and 8e-4 with float16. */
 m3_msa_result m3_msa_prefill_attend(const m3_msa_prefill *p, cudaStream_t stream);
+
+/* The same over all visible blocks (dense layers): blocks is not read. */
+m3_msa_result m3_msa_prefill_dense(const m3_msa_prefill *p, cudaStream_t stream);
 
 #ifdef __cplusplus
 }

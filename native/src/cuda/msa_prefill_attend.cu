@@ -1,7 +1,7 @@
 // Attention of many consecutive rows over their listed blocks. A thread block takes 8 queries of one KV head: two
 // warpgroups of 4 queries x 16 heads, 64 rows of a tensor core tile each. Blocks that any of the 8 queries lists are
-// read once; a warp is one query, and weights of blocks that it does not list are 0. Queries and weights are rounded to
-// the 16 bits of the cache for the products, sums are float32.
+// read once; a warp is one query, and weights of blocks that it does not list are 0. In a dense layer the union is all
+// blocks. Queries and weights are rounded to the 16 bits of the cache for the products, sums are float32.
 #include <math.h>
 
 #include "msa_launch.cuh"
@@ -76,13 +76,14 @@ __device__ void unite(const prefill_args &args, int tile, int head, prefill_buff
 
 #endif
 
-template <class T>
+template <class T, bool DENSE>
 __global__ void __launch_bounds__((GROUPS + 1) * 128, 1) prefill_kernel(const __grid_constant__ prefill_args args) {
 #if M3_MSA_HOPPER
   extern __shared__ __align__(1024) char memory[];
   prefill_buffer &s = *reinterpret_cast<prefill_buffer *>(memory);
   int tid = threadIdx.x, group = tid / 128 - 1, warp = tid / 32 % 4, lane = tid % 32, g = lane / 4, t = lane % 4;
   int tile = blockIdx.x / HEADS, head = blockIdx.x % HEADS;
+  if (DENSE) tile = gridDim.x / HEADS - 1 - tile;  // the last ones see most
   if (tid == 0) {
 #pragma unroll
     for (int i = 0; i < STAGES; i++) {
@@ -100,7 +101,7 @@ __global__ void __launch_bounds__((GROUPS + 1) * 128, 1) prefill_kernel(const __
   int row = tile * QUERIES + group * GROUP_QUERIES + warp;  // of this warp
   float factor0 = 0, factor1 = 0;  // of rows g and g + 8: softmax scale in base 2 / split_scale
   if (group < 0) {
-    unite(args, tile, head, s);
+    if (!DENSE) unite(args, tile, head, s);
   } else {
     const float *q = args.q + ((int64_t)row * HEADS + head) * GROUP * DIM;
     float mine = 0;
@@ -126,12 +127,14 @@ __global__ void __launch_bounds__((GROUPS + 1) * 128, 1) prefill_kernel(const __
     proxy_fence();
   }
   __syncthreads();
-  int n = s.n;
+  int n = DENSE ? (int)((args.first_pos + min(args.n, (tile + 1) * QUERIES) - 1) / BLOCK) + 1 : s.n;
   if (group < 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-    if (tid == 0)
+    if (tid == 0) {
+      int32_t next = DENSE ? args.table[0] : 0;
       for (int i = 0; i < n; i++) {
-        int stage = i % STAGES, token = s.token[i];
+        int stage = i % STAGES, token = DENSE ? (next * HEADS + head) * BLOCK : s.token[i];
+        if (DENSE && i + 1 < n) next = args.table[i + 1];
         if (i >= STAGES) barrier_wait(&s.k_empty[stage], (i / STAGES - 1) & 1);
         barrier_expect(&s.k_full[stage], PAGE_BYTES);
         tensor_load(s.k[stage], &args.k, 0, token, &s.k_full[stage]);
@@ -141,6 +144,7 @@ __global__ void __launch_bounds__((GROUPS + 1) * 128, 1) prefill_kernel(const __
         tensor_load(s.v[stage], &args.v, 0, token, &s.v_full[stage]);
         tensor_load(s.v[stage] + HALF_PAGE, &args.v, 64, token, &s.v_full[stage]);
       }
+    }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
     float o[64], max0 = -INFINITY, max1 = -INFINITY, sum0 = 0, sum1 = 0;
@@ -148,8 +152,18 @@ __global__ void __launch_bounds__((GROUPS + 1) * 128, 1) prefill_kernel(const __
     for (int i = 0; i < 64; i++) o[i] = 0;
     uint32_t q_at = shared_address(s.q[group]);
     int64_t pos = args.first_pos + row;
+    // Positions of the group's first row and its last one, from 0.
+    int64_t from = args.first_pos + tile * QUERIES + group * GROUP_QUERIES;
+    int rows = min(GROUP_QUERIES, args.n - tile * QUERIES - group * GROUP_QUERIES);
     for (int i = 0; i < n; i++) {
-      int stage = i % STAGES, members = s.members[i] >> (group * GROUP_QUERIES);
+      int stage = i % STAGES, members;
+      if (DENSE) {
+        int64_t unseen = (int64_t)i * BLOCK - from;  // rows that stand before the block
+        members = rows > 0 ? (1 << rows) - 1 : 0;
+        if (unseen > 0) members = unseen < GROUP_QUERIES ? members >> unseen << unseen : 0;
+      } else {
+        members = s.members[i] >> (group * GROUP_QUERIES);
+      }
       if (!(members & ((1 << GROUP_QUERIES) - 1))) {
         // A full barrier must have been seen in each phase, or its parity would say nothing.
         barrier_wait(&s.k_full[stage], i / STAGES & 1);
@@ -167,7 +181,7 @@ __global__ void __launch_bounds__((GROUPS + 1) * 128, 1) prefill_kernel(const __
         wgmma<T>(d, operand(q_at + k / 4 * (ROWS_BYTES / 2) + k % 4 * 32),
                  operand(k_at + k / 4 * HALF_PAGE + k % 4 * 32), k > 0);
       wgmma_commit();
-      int64_t first = (int64_t)s.id[i] * BLOCK;
+      int64_t first = (int64_t)(DENSE ? i : s.id[i]) * BLOCK;
       wgmma_wait<0>();
       hold(d);
       if (lane == 0) barrier_arrive(&s.k_empty[stage]);
@@ -265,11 +279,28 @@ __global__ void __launch_bounds__((GROUPS + 1) * 128, 1) prefill_kernel(const __
 #endif
 }
 
-template <class T>
+template <class T, bool DENSE>
 m3_msa_result launch_prefill(const prefill_args &args, cudaStream_t stream) {
   unsigned grid = (unsigned)((args.n + QUERIES - 1) / QUERIES * HEADS);
-  return launch(prefill_kernel<T>, args, {dim3(grid), dim3((GROUPS + 1) * 128), sizeof(prefill_buffer), 1, true},
+  return launch(prefill_kernel<T, DENSE>, args, {dim3(grid), dim3((GROUPS + 1) * 128), sizeof(prefill_buffer), 1, true},
                 stream);
+}
+
+template <bool DENSE>
+m3_msa_result prefill(const m3_msa_prefill &p, cudaStream_t stream) {
+  if (!hopper_multiprocessors() || !shape_taken(p.shape) || p.n < 1 || p.first_pos < 0 ||
+      p.first_pos + p.n > (int64_t)M3_MSA_MAX_BLOCKS * BLOCK || (p.kv_type != M3_TYPE_BF16 && p.kv_type != M3_TYPE_F16))
+    return M3_MSA_REFUSED;
+  prefill_args args = {};
+  if (!map_pages(&args.k, p.k, p.kv_type) || !map_pages(&args.v, p.v, p.kv_type)) return M3_MSA_FAILED;
+  args.q = p.q;
+  args.blocks = p.blocks;
+  args.table = p.table;
+  args.first_pos = p.first_pos;
+  args.n = p.n;
+  args.out = p.out;
+  return p.kv_type == M3_TYPE_BF16 ? launch_prefill<__nv_bfloat16, DENSE>(args, stream)
+                                   : launch_prefill<__half, DENSE>(args, stream);
 }
 
 }  // namespace
@@ -278,19 +309,6 @@ m3_msa_result launch_prefill(const prefill_args &args, cudaStream_t stream) {
 
 using namespace m3_msa;
 
-m3_msa_result m3_msa_prefill_attend(const m3_msa_prefill *p, cudaStream_t stream) {
-  if (!hopper_multiprocessors() || !shape_taken(p->shape) || p->n < 1 || p->first_pos < 0 ||
-      p->first_pos + p->n > (int64_t)M3_MSA_MAX_BLOCKS * BLOCK ||
-      (p->kv_type != M3_TYPE_BF16 && p->kv_type != M3_TYPE_F16))
-    return M3_MSA_REFUSED;
-  prefill_args args = {};
-  if (!map_pages(&args.k, p->k, p->kv_type) || !map_pages(&args.v, p->v, p->kv_type)) return M3_MSA_FAILED;
-  args.q = p->q;
-  args.blocks = p->blocks;
-  args.table = p->table;
-  args.first_pos = p->first_pos;
-  args.n = p->n;
-  args.out = p->out;
-  return p->kv_type == M3_TYPE_BF16 ? launch_prefill<__nv_bfloat16>(args, stream)
-                                    : launch_prefill<__half>(args, stream);
-}
+m3_msa_result m3_msa_prefill_attend(const m3_msa_prefill *p, cudaStream_t stream) { return prefill<false>(*p, stream); }
+
+m3_msa_result m3_msa_prefill_dense(const m3_msa_prefill *p, cudaStream_t stream) { return prefill<true>(*p, stream); }

@@ -1,8 +1,8 @@
 // Block selection of many consecutive queries. Keys are packed once as float16 with a power of two for each page,
-// queries become two float16 parts, so that products lose less than 2^-22 of |q| |k|; four warpgroups, one a head,
-// score 64 queries against one block after another and keep the best 16 of each row, so that scores never reach memory.
-// The second part is added only if the first with a bound of what it can add reaches the weakest kept score of some
-// row.
+// float32 keys in two parts; queries become two float16 parts, so that products lose less than 2^-20 of |q| |k|; four
+// warpgroups, one a head, score 64 queries against one block after another and keep the best 16 of each row, so that
+// scores never reach memory. What the second parts contribute is added only if the product of the first ones with a
+// bound of it reaches the weakest kept score of some row.
 #include <math.h>
 
 #include "msa_launch.cuh"
@@ -14,18 +14,23 @@ namespace {
 
 constexpr int TILE = 64;                       // queries
 constexpr int CONSUMERS = HEADS * 128;         // threads
-constexpr int PACKED_BYTES = PAGE_BYTES + 16;  // a page and its factor
+constexpr int PACKED_BYTES = PAGE_BYTES + 16;  // a page, or the first parts of its keys, and its factor and norm
 constexpr int STAGE_BYTES = PAGE_BYTES + 1024, STAGES = 2;
 constexpr int PART_BYTES = TILE * ROW_BYTES;  // one part of the queries of one head
 constexpr int MAX_SPLITS = 16;
 constexpr int LIST_ROWS = TILE * HEADS;
 
+// Parts of a key, and bytes of a packed page.
+template <class Key>
+constexpr int key_parts = sizeof(Key) == 4 ? 2 : 1;
+template <int PARTS>
+constexpr int64_t page_stride = PACKED_BYTES + (PARTS - 1) * PAGE_BYTES;
+
 struct pack_args {
   const char *index;
   const int32_t *table;
-  bool half;
   char *packed;
-  int32_t *not_finite;
+  int32_t *not_finite, code;
 };
 
 struct score_args {
@@ -35,7 +40,7 @@ struct score_args {
   int32_t n, local, splits, blocks_each, max_others;
   float *scores;  // [tiles, splits, TOP_K, LIST_ROWS]
   uint16_t *ids;  // the same
-  int32_t *not_finite;
+  int32_t *not_finite, code;
 };
 
 struct merge_args {
@@ -68,27 +73,45 @@ __device__ __forceinline__ bool group_any(int barrier, bool x) {
 }
 #endif
 
+// Eight numbers of a key from the `at`-th on.
+#if M3_MSA_HOPPER
+template <class Key>
+__device__ __forceinline__ void load_numbers(const char *page, int at, float (&y)[8]) {
+  uint4 x = __ldcs(reinterpret_cast<const uint4 *>(page + at * 2));
+#pragma unroll
+  for (int j = 0; j < 8; j++) {
+    uint32_t word = j < 2 ? x.x : j < 4 ? x.y : j < 6 ? x.z : x.w;
+    uint16_t bits = (uint16_t)(j % 2 ? word >> 16 : word);
+    y[j] = widen(*reinterpret_cast<const Key *>(&bits));
+  }
+}
+template <>
+__device__ __forceinline__ void load_numbers<float>(const char *page, int at, float (&y)[8]) {
+  float4 a = __ldcs(reinterpret_cast<const float4 *>(page + at * 4)),
+         b = __ldcs(reinterpret_cast<const float4 *>(page + at * 4) + 1);
+  y[0] = a.x, y[1] = a.y, y[2] = a.z, y[3] = a.w, y[4] = b.x, y[5] = b.y, y[6] = b.z, y[7] = b.w;
+}
+#endif
+
 // One thread block a page.
+template <class Key>
 __global__ void __launch_bounds__(256) pack_kernel(const __grid_constant__ pack_args args) {
 #if M3_MSA_HOPPER
+  constexpr int PARTS = key_parts<Key>;
   __shared__ uint32_t warp_largest[8], warp_norm[8];
   wait_previous();
   launch_next();
   int tid = threadIdx.x;
-  const char *page = args.index + (int64_t)args.table[blockIdx.x] * PAGE_BYTES;
-  uint4 x[8];
-#pragma unroll
-  for (int i = 0; i < 8; i++) x[i] = __ldcs(reinterpret_cast<const uint4 *>(page) + i * 256 + tid);
+  const char *page = args.index + (int64_t)args.table[blockIdx.x] * BLOCK * DIM * (int)sizeof(Key);
   float y[8][8];
+#pragma unroll
+  for (int i = 0; i < 8; i++) load_numbers<Key>(page, (i * 256 + tid) * 8, y[i]);
   uint32_t largest = 0, norm = 0;  // bits of floats >= 0
 #pragma unroll
   for (int i = 0; i < 8; i++) {
     float square = 0;  // of the key that 16 lanes have
 #pragma unroll
     for (int j = 0; j < 8; j++) {
-      uint32_t word = j < 2 ? x[i].x : j < 4 ? x[i].y : j < 6 ? x[i].z : x[i].w;
-      uint32_t bits = j % 2 ? word >> 16 : word & 0xffff;
-      y[i][j] = args.half ? __half2float(__ushort_as_half((unsigned short)bits)) : __uint_as_float(bits << 16);
       largest = max(largest, __float_as_uint(fabsf(y[i][j])));
       square = fmaf(y[i][j], y[i][j], square);
     }
@@ -102,24 +125,27 @@ __global__ void __launch_bounds__(256) pack_kernel(const __grid_constant__ pack_
   __syncthreads();
 #pragma unroll
   for (int w = 0; w < 8; w++) largest = max(largest, warp_largest[w]), norm = max(norm, warp_norm[w]);
-  if (largest >= 0x7f800000u) *args.not_finite = 1;
+  if (largest >= 0x7f800000u) atomicMin(args.not_finite, args.code);
   float scale = split_scale<__half>(largest);
-  char *to = args.packed + (int64_t)blockIdx.x * PACKED_BYTES;
+  char *to = args.packed + (int64_t)blockIdx.x * page_stride<PARTS>;
 #pragma unroll
   for (int i = 0; i < 8; i++) {
     int at = (i * 256 + tid) * 8, row = at / DIM, column = at % DIM;
-    uint32_t w[4];
+    uint32_t w[4][PARTS];
 #pragma unroll
-    for (int j = 0; j < 4; j++)
-      w[j] = pack(__float2half_rn(y[i][2 * j] * scale), __float2half_rn(y[i][2 * j + 1] * scale));
-    *reinterpret_cast<uint4 *>(to + column / 64 * (PAGE_BYTES / 2) + swizzled(row, column % 64)) =
-        uint4{w[0], w[1], w[2], w[3]};
+    for (int j = 0; j < 4; j++) split_pair<__half>(y[i][2 * j] * scale, y[i][2 * j + 1] * scale, w[j]);
+#pragma unroll
+    for (int p = 0; p < PARTS; p++)
+      *reinterpret_cast<uint4 *>(to + p * PACKED_BYTES + column / 64 * (PAGE_BYTES / 2) + swizzled(row, column % 64)) =
+          uint4{w[0][p], w[1][p], w[2][p], w[3][p]};
   }
   if (tid == 0)
     *reinterpret_cast<float2 *>(to + PAGE_BYTES) = float2{1.0f / scale, sqrtf(__uint_as_float(norm)) * 1.001f};
 #endif
 }
 
+// KEY_PARTS: parts of the keys, which go through the stages one after the other.
+template <int KEY_PARTS>
 __global__ void __launch_bounds__(CONSUMERS + 128, 1) score_kernel(const __grid_constant__ score_args args) {
 #if M3_MSA_HOPPER
   extern __shared__ __align__(1024) char memory[];
@@ -154,7 +180,7 @@ __global__ void __launch_bounds__(CONSUMERS + 128, 1) score_kernel(const __grid_
         int r = (i + u) * (CONSUMERS / 32) + tid / 32;
         float m = fmaxf(fmaxf(fabsf(x[u].x), fabsf(x[u].y)), fmaxf(fabsf(x[u].z), fabsf(x[u].w)));
         float bad = (x[u].x + x[u].y + x[u].z + x[u].w) * 0.0f;
-        if (bad != 0) *args.not_finite = 1;
+        if (bad != 0) atomicMin(args.not_finite, args.code);
         float scale = split_scale<__half>(__reduce_max_sync(~0u, __float_as_uint(m)));
         uint32_t lo[2], hi[2];
         split_pair<__half>(x[u].x * scale, x[u].y * scale, lo);
@@ -169,7 +195,9 @@ __global__ void __launch_bounds__(CONSUMERS + 128, 1) score_kernel(const __grid_
           all += __shfl_xor_sync(~0u, all, o);
           second += __shfl_xor_sync(~0u, second, o);
         }
-        if (lane == 0) s.slack[r % HEADS * TILE + r / HEADS] = (sqrtf(second) + 0x1p-18f * sqrtf(all)) * 1.001f;
+        // The second part of a key is at most 2^-11 of it.
+        float share = KEY_PARTS == 1 ? 0x1p-18f : 0x1p-11f + 0x1p-18f;
+        if (lane == 0) s.slack[r % HEADS * TILE + r / HEADS] = (sqrtf(second) + share * sqrtf(all)) * 1.001f;
 #pragma unroll
         for (int p = 0; p < 2; p++)
           *reinterpret_cast<uint2 *>(s.q[r % HEADS][p] + lane / 16 * (PART_BYTES / 2) +
@@ -187,11 +215,13 @@ __global__ void __launch_bounds__(CONSUMERS + 128, 1) score_kernel(const __grid_
   if (tid >= CONSUMERS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
     if (tid == CONSUMERS)
-      for (int b = first, i = 0; b < end; b++, i++) {
-        int stage = i % STAGES;
+      for (int i = 0; i < (end - first) * KEY_PARTS; i++) {
+        int stage = i % STAGES, part = i % KEY_PARTS, bytes = part ? PAGE_BYTES : PACKED_BYTES;
         if (i >= STAGES) barrier_wait(&s.empty[stage], (i / STAGES - 1) & 1);
-        barrier_expect(&s.full[stage], PACKED_BYTES);
-        bulk_load(s.key[stage], args.packed + (int64_t)b * PACKED_BYTES, PACKED_BYTES, &s.full[stage]);
+        barrier_expect(&s.full[stage], bytes);
+        bulk_load(s.key[stage],
+                  args.packed + (first + i / KEY_PARTS) * page_stride<KEY_PARTS> + (int64_t)part * PACKED_BYTES, bytes,
+                  &s.full[stage]);
       }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 112;");
@@ -204,14 +234,14 @@ __global__ void __launch_bounds__(CONSUMERS + 128, 1) score_kernel(const __grid_
     float slack = s.slack[list];
     uint32_t q_at = shared_address(s.q[head][0]);
     float d[64];
-    // Adds one part of the queries times the keys of a stage; the largest sum of the lane's row.
-    auto product = [&](int part, uint32_t key_at) {
+    // Adds one part of the queries times the keys of a stage, or begins with it; the largest sum of the lane's row.
+    auto product = [&](int part, uint32_t key_at, bool add) {
       hold(d);
       wgmma_begin();
 #pragma unroll
       for (int k = 0; k < DIM / 16; k++)
         wgmma<__half>(d, operand(q_at + part * PART_BYTES + k / 4 * (PART_BYTES / 2) + k % 4 * 32),
-                      operand(key_at + k / 4 * (PAGE_BYTES / 2) + k % 4 * 32), part + k > 0);
+                      operand(key_at + k / 4 * (PAGE_BYTES / 2) + k % 4 * 32), add || k > 0);
       wgmma_commit();
       wgmma_wait<0>();
       hold(d);
@@ -228,18 +258,29 @@ __global__ void __launch_bounds__(CONSUMERS + 128, 1) score_kernel(const __grid_
       }
       return t & 1 ? m1 : m0;
     };
-    for (int b = first, i = 0; b < end; b++, i++) {
-      int stage = i % STAGES;
-      barrier_wait(&s.full[stage], i / STAGES & 1);
-      uint32_t key_at = shared_address(s.key[stage]);
-      float2 tail = *reinterpret_cast<const float2 *>(s.key[stage] + PAGE_BYTES);
-      float score = product(0, key_at) * tail.x;
-      if (!group_any(1 + head, b < others && score + slack * tail.y >= threshold)) {
-        if (lane == 0) barrier_arrive(&s.empty[stage]);
-        continue;
+    int used = 0;  // stages
+    auto next_stage = [&] {
+      barrier_wait(&s.full[used % STAGES], used / STAGES & 1);
+      return s.key[used % STAGES];
+    };
+    auto free_stage = [&] {
+      __syncwarp();  // all lanes have read the factor
+      if (lane == 0) barrier_arrive(&s.empty[used % STAGES]);
+      used++;
+    };
+    for (int b = first; b < end; b++) {
+      const char *keys = next_stage();
+      float2 tail = *reinterpret_cast<const float2 *>(keys + PAGE_BYTES);
+      float score = product(0, shared_address(keys), false) * tail.x;
+      bool wanted = group_any(1 + head, b < others && score + slack * tail.y >= threshold);
+      if (wanted) score = product(1, shared_address(keys), true) * tail.x;
+      free_stage();
+      if (KEY_PARTS == 2) {
+        keys = next_stage();
+        if (wanted) score = product(0, shared_address(keys), true) * tail.x;
+        free_stage();
       }
-      score = product(1, key_at) * tail.x;
-      if (lane == 0) barrier_arrive(&s.empty[stage]);
+      if (!wanted) continue;
       // Blocks come in ascending order: an equal score does not displace, and of equal ones the last is displaced.
       if (b < others && score > threshold) {
         s.score[weakest][list] = score;
@@ -315,16 +356,20 @@ __global__ void __launch_bounds__(256) merge_kernel(const __grid_constant__ merg
 #endif
 }
 
+size_t packed_bytes(int64_t blocks, int32_t index_type) {
+  return ((size_t)(blocks * (index_type == M3_TYPE_F32 ? page_stride<2> : page_stride<1>)) + 255) / 256 * 256;
+}
+
 struct prefill_plan {
   int tiles, splits, blocks_each, others;  // others: candidates of the last row
   size_t packed_bytes, score_bytes, id_bytes;
 };
 
-prefill_plan make_plan(int32_t n, int64_t first_pos, int local, int multiprocessors) {
+prefill_plan make_plan(const m3_msa_prefill &p, int multiprocessors) {
   prefill_plan plan;
-  plan.tiles = (n + TILE - 1) / TILE;
-  int64_t others = (first_pos + n - 1) / BLOCK + 1 - local;
-  plan.others = others < 0 ? 0 : (int)others;
+  int64_t n = p.n, first_pos = p.first_pos, blocks = (first_pos + n - 1) / BLOCK + 1;
+  plan.tiles = (int)((n + TILE - 1) / TILE);
+  plan.others = blocks <= TOP_K ? 0 : (int)blocks - p.shape.local_blocks;  // no choice, no scores
   // Some six thread blocks for each multiprocessor, each of at least 16 blocks of keys.
   int64_t work = 0;
   for (int i = 0; i < plan.tiles; i++) work += (first_pos + (int64_t)(i + 1) * TILE) / BLOCK;
@@ -333,7 +378,7 @@ prefill_plan make_plan(int32_t n, int64_t first_pos, int local, int multiprocess
   each = each < least ? least : each;
   plan.blocks_each = (int)each;
   plan.splits = plan.others ? (int)((plan.others + each - 1) / each) : 1;
-  plan.packed_bytes = ((size_t)plan.others * PACKED_BYTES + 255) / 256 * 256;
+  plan.packed_bytes = packed_bytes(plan.others, p.index_type);
   size_t entries = (size_t)plan.tiles * (size_t)plan.splits * TOP_K * LIST_ROWS;
   plan.score_bytes = entries * sizeof(float);
   plan.id_bytes = entries * sizeof(uint16_t);
@@ -346,33 +391,43 @@ prefill_plan make_plan(int32_t n, int64_t first_pos, int local, int multiprocess
 
 using namespace m3_msa;
 
-size_t m3_msa_prefill_select_bytes(int32_t n, int64_t first_pos, int32_t local_blocks) {
+size_t m3_msa_prefill_select_bytes(int32_t n, int64_t max_blocks, int32_t index_type) {
   int multiprocessors = hopper_multiprocessors();
   if (!multiprocessors) return 0;
-  prefill_plan plan = make_plan(n, first_pos, local_blocks, multiprocessors);
-  return plan.packed_bytes + plan.score_bytes + plan.id_bytes;
+  // A split has at least 1/6 of a multiprocessor's share of the work (give or take 1/16), and the work of all tiles is
+  // at least a third of what it were if each saw as much as the last: tiles * splits <= 20 multiprocessors + tiles.
+  size_t tiles = ((size_t)n + TILE - 1) / TILE, parts = tiles * MAX_SPLITS, most = (size_t)multiprocessors * 20 + tiles;
+  return packed_bytes(max_blocks, index_type) +
+         (parts < most ? parts : most) * TOP_K * LIST_ROWS * (sizeof(float) + sizeof(uint16_t));
+}
+
+template <class Key>
+static m3_msa_result score_blocks(const m3_msa_prefill &p, const prefill_plan &plan, float *scores, uint16_t *ids,
+                                  cudaStream_t stream) {
+  char *packed = static_cast<char *>(p.work);
+  pack_args pack = {static_cast<const char *>(p.index), p.table, packed, p.not_finite, p.code};
+  m3_msa_result result = launch(pack_kernel<Key>, pack, {dim3((unsigned)plan.others), dim3(256), 0, 1, true}, stream);
+  if (result != M3_MSA_LAUNCHED) return result;
+  score_args score = {packed,           p.index_q,   p.first_pos, p.n, p.shape.local_blocks, plan.splits,
+                      plan.blocks_each, plan.others, scores,      ids, p.not_finite,         p.code};
+  return launch(score_kernel<key_parts<Key>>, score,
+                {dim3((unsigned)(plan.tiles * plan.splits)), dim3(CONSUMERS + 128), sizeof(score_buffer), 1, true},
+                stream);
 }
 
 m3_msa_result m3_msa_prefill_select(const m3_msa_prefill *p, cudaStream_t stream) {
   int multiprocessors = hopper_multiprocessors();
   if (!multiprocessors || !shape_taken(p->shape) || p->n < 1 || p->first_pos < 0 ||
       p->first_pos + p->n > (int64_t)M3_MSA_MAX_BLOCKS * BLOCK ||
-      (p->index_type != M3_TYPE_BF16 && p->index_type != M3_TYPE_F16))
+      (p->index_type != M3_TYPE_BF16 && p->index_type != M3_TYPE_F16 && p->index_type != M3_TYPE_F32))
     return M3_MSA_REFUSED;
-  prefill_plan plan = make_plan(p->n, p->first_pos, p->shape.local_blocks, multiprocessors);
-  char *packed = static_cast<char *>(p->work);
-  float *scores = reinterpret_cast<float *>(packed + plan.packed_bytes);
-  uint16_t *ids = reinterpret_cast<uint16_t *>(packed + plan.packed_bytes + plan.score_bytes);
+  prefill_plan plan = make_plan(*p, multiprocessors);
+  float *scores = reinterpret_cast<float *>(static_cast<char *>(p->work) + plan.packed_bytes);
+  uint16_t *ids = reinterpret_cast<uint16_t *>(reinterpret_cast<char *>(scores) + plan.score_bytes);
   if (plan.others) {
-    pack_args pack = {static_cast<const char *>(p->index), p->table, p->index_type == M3_TYPE_F16, packed,
-                      p->not_finite};
-    m3_msa_result result = launch(pack_kernel, pack, {dim3((unsigned)plan.others), dim3(256), 0, 1, true}, stream);
-    if (result != M3_MSA_LAUNCHED) return result;
-    score_args score = {packed,           p->index_q,  p->first_pos, p->n, p->shape.local_blocks, plan.splits,
-                        plan.blocks_each, plan.others, scores,       ids,  p->not_finite};
-    result = launch(score_kernel, score,
-                    {dim3((unsigned)(plan.tiles * plan.splits)), dim3(CONSUMERS + 128), sizeof(score_buffer), 1, true},
-                    stream);
+    m3_msa_result result = p->index_type == M3_TYPE_F32   ? score_blocks<float>(*p, plan, scores, ids, stream)
+                           : p->index_type == M3_TYPE_F16 ? score_blocks<__half>(*p, plan, scores, ids, stream)
+                                                          : score_blocks<__nv_bfloat16>(*p, plan, scores, ids, stream);
     if (result != M3_MSA_LAUNCHED) return result;
   }
   merge_args merge = {scores, ids, p->first_pos, p->n, p->shape.local_blocks, plan.splits, plan.blocks_each, p->blocks};

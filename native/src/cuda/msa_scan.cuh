@@ -22,7 +22,7 @@ struct scan_args {
   const float *q;
   float *scores;   // [n, HEADS, stride] maxima of blocks
   int64_t stride;  // floats
-  int32_t *not_finite;
+  int32_t *not_finite, code;
 };
 
 #if M3_MSA_HOPPER
@@ -281,7 +281,7 @@ __global__ void __launch_bounds__(SCAN_THREADS) scan_kernel(const __grid_constan
       args.scores[((int64_t)seq * per * HEADS + tid) * args.stride + block] = m;
     }
   }
-  if (bad != 0) *args.not_finite = 1;
+  if (bad != 0) atomicMin(args.not_finite, args.code);
 #endif
 }
 

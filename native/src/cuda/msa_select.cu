@@ -55,7 +55,7 @@ m3_msa_result launch_typed(const scan_args &args, int multiprocessors, cudaStrea
 m3_msa_result scan(const m3_msa_select &p, cudaStream_t stream) {
   int multiprocessors = hopper_multiprocessors();
   if (!multiprocessors || !shape_taken(p.shape) || !decode_rows_taken(p.rows)) return M3_MSA_REFUSED;
-  scan_args args = {p.rows, p.index, p.index_q, static_cast<float *>(p.work), stride_of(p.rows), p.not_finite};
+  scan_args args = {p.rows, p.index, p.index_q, static_cast<float *>(p.work), stride_of(p.rows), p.not_finite, p.code};
   switch (p.index_type) {
     case M3_TYPE_BF16: return launch_typed<__nv_bfloat16>(args, multiprocessors, stream);
     case M3_TYPE_F16: return launch_typed<__half>(args, multiprocessors, stream);

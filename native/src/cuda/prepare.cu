@@ -111,8 +111,8 @@ void m3_cuda_prepare(const m3_context *c, const m3_prepare_params *p) {
   a.half = h->n_rot / 2;
   a.block_size = h->block_size;
   a.eps = h->rms_eps;
-  a.cos = p->rows->cos;
-  a.sin = p->rows->sin;
+  a.cos = s->cos;
+  a.sin = s->sin;
   a.q = w->q;
   a.k = w->k;
   a.v = w->v;

@@ -1,5 +1,6 @@
 /* Block selection as in MSA (arXiv 2606.13392): scores of all visible keys, their maximum in each block, and the best
  * blocks, ties to the lower id. A score is one chain of additions, whatever is computed with it. */
+#include "cuda/hopper.cuh"
 #include "cuda/state.cuh"
 #include "cuda/tables.cuh"
 
@@ -191,8 +192,12 @@ static size_t score_floats(const score_params &a) {
 bool m3_cuda_select(const m3_context *c, const m3_select_params *p) {
   const m3_hparams *h = c->hparams;
   m3_device_state *s = c->state;
-  int64_t list = (int64_t)h->n_index_head * h->top_k;
-  bool any = p->scores != NULL || p->max_blocks > h->top_k;
+  int64_t list = (int64_t)h->n_index_head * h->top_k, max_blocks = s->max_blocks;
+  if (s->hopper.select && !p->scores) {
+    m3_hopper_select(c, p);
+    return true; /* told by finish */
+  }
+  bool any = p->scores != NULL || max_blocks > h->top_k;
   for (int32_t first = 0; first < p->rows->n; first += s->select_rows) {
     int32_t rows = p->rows->n - first < s->select_rows ? p->rows->n - first : s->select_rows;
     score_params a = {};
@@ -208,7 +213,7 @@ bool m3_cuda_select(const m3_context *c, const m3_select_params *p) {
     a.top_k = h->top_k;
     a.all = p->scores != NULL;
     a.scores = s->block_scores;
-    a.max_blocks = p->max_blocks;
+    a.max_blocks = max_blocks;
     a.code = m3_broken_code(c, M3_PART_SCORES);
     a.broken = s->broken;
     /* Few vectors in few columns leave room for the keys; both are halved until all fits. */
@@ -216,7 +221,7 @@ bool m3_cuda_select(const m3_context *c, const m3_select_params *p) {
     for (; a.vectors > 4 && a.vectors * a.dim > SCORE_FLOATS / 4; a.vectors /= 2) continue;
     for (a.tile = 64; score_floats(a) > SCORE_FLOATS; a.tile /= 2) continue;
     if (any) {
-      dim3 grid((unsigned)p->max_blocks, m3_blocks_for((int64_t)rows * h->n_index_head, a.vectors));
+      dim3 grid((unsigned)max_blocks, m3_blocks_for((int64_t)rows * h->n_index_head, a.vectors));
       size_t shared = score_floats(a) * sizeof(float);
       switch (p->cache.index_type) {
         case M3_TYPE_F32: launch<M3_TYPE_F32>(s, a, grid, shared); break;
@@ -234,7 +239,7 @@ bool m3_cuda_select(const m3_context *c, const m3_select_params *p) {
                        h->local_blocks,
                        h->block_size,
                        s->block_scores,
-                       p->max_blocks,
+                       max_blocks,
                        p->blocks + first * list,
                        p->scores ? p->scores + first * h->n_index_head * p->n_blocks : NULL,
                        p->n_blocks};

@@ -36,22 +36,41 @@ struct m3_grouping {
   int32_t *n_groups;
 };
 
+/* What of a session takes the Hopper kernels. */
+struct m3_hopper {
+  bool select, attend;
+};
+
+struct m3_replays;
+
 struct m3_device_state {
   cudaStream_t stream;
+  bool exact;        /* M3_SESSION_EXACT: no operation rounds what it multiplies */
   cudaError_t error; /* the first thing that went wrong since the last finish, and where */
   const char *where;
   int32_t *broken;      /* lowest code of a broken number in the chunk, on the device */
   int32_t *host_broken; /* where it is read to, pinned */
-  int32_t *ids, *seq;   /* [chunk] */
-  int64_t *pos;         /* [chunk] */
-  int32_t *tables;      /* [sequences, blocks] pages of the sequences */
-  int32_t *mirror;      /* the same on the host, so that only what changed travels */
+  bool told;            /* it is on its way there */
+  bool running;         /* between begin and finish */
+  /* The rows of the chunk: what lies in `places`, which is filled on the host (pinned) and travels as one. */
+  char *places, *host_places;
+  int64_t *pos;       /* [n] */
+  float *cos, *sin;   /* [n, n_rot / 2] */
+  int32_t *seq, *ids; /* [n] */
+  int32_t n;
+  int64_t max_blocks;       /* no row sees more; in a step (see m3_step) it may be above the truth */
+  int32_t *tables;          /* [sequences, blocks] pages of the sequences */
+  const int32_t **table_of; /* [sequences] where each begins */
+  int32_t *mirror;          /* the tables on the host, so that only what changed travels */
   int64_t blocks;
   m3_grouping grouping;
   float *block_scores; /* [M3_SELECT_ROWS or fewer, n_index_head, blocks] */
   int32_t select_rows;
   float *attention_parts; /* of chunks of keys that are attended to apart, see attention.cu */
   int64_t attention_floats;
+  m3_hopper hopper;
+  void *hopper_work;
+  m3_replays *replays; /* steps that were kept, see replay.cu */
 };
 
 /* What is larger than every code of a broken number: all bytes equal, so that a memset sets it. */
@@ -176,6 +195,14 @@ void m3_cuda_experts(const m3_context *c, const m3_ffn_params *p);
 void m3_cuda_shared(const m3_context *c, const m3_ffn_params *p);
 void m3_cuda_head(const m3_context *c, const m3_head_params *p);
 bool m3_cuda_finite(const m3_context *c, const float *x, int64_t n, m3_part part);
+
+/* Steps of decoding that repeat. close takes NULL. */
+bool m3_cuda_replay(const m3_context *c, const m3_step *step);
+void m3_cuda_recorded(const m3_context *c, bool whole);
+void m3_cuda_close_replays(m3_replays *r);
+
+/* On its way to where finish reads it. */
+void m3_cuda_tell_broken(m3_device_state *s);
 
 /* Floats of the parts of one row. */
 int64_t m3_cuda_attention_floats(const m3_hparams *h, int64_t blocks);

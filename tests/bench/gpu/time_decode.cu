@@ -48,7 +48,7 @@ void one(const pool &memory, int64_t context, int batch, int per, FILE *csv) {
     return x.p + i % rotations * batch * n_blocks * heads * BLOCK * DIM * 2;
   };
   auto select = [&](int i) {
-    return m3_msa_select{SHAPE, rows, cache(memory.index, 1, i), M3_TYPE_BF16, index_q.p, blocks.p, flag.p, work.p};
+    return m3_msa_select{SHAPE, rows, cache(memory.index, 1, i), M3_TYPE_BF16, index_q.p, blocks.p, flag.p, work.p, 0};
   };
   auto attend = [&](int i) {
     return m3_msa_attend{SHAPE,    rows, cache(memory.k, HEADS, i), cache(memory.v, HEADS, i), M3_TYPE_BF16, q.p,

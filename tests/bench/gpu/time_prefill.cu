@@ -95,9 +95,9 @@ void one(int64_t first_pos, int n, FILE *csv) {
   std::mt19937 rng(7);
   std::shuffle(pages.begin(), pages.end(), rng);
   device_array<int32_t> table(pages), blocks((size_t)n * HEADS * TOP_K), flag(1);
-  device_array<char> work(m3_msa_prefill_select_bytes(n, first_pos, 1));
+  device_array<char> work(m3_msa_prefill_select_bytes(n, n_blocks, M3_TYPE_F32));
   m3_msa_prefill p = {SHAPE,        n,   first_pos, table.p, index.p, M3_TYPE_BF16, index_q.p, k.p, v.p,
-                      M3_TYPE_BF16, q.p, blocks.p,  out.p,   flag.p,  work.p};
+                      M3_TYPE_BF16, q.p, blocks.p,  out.p,   flag.p,  work.p, 0};
   double pairs = 0;
   for (int r = 0; r < n; r++) pairs += (double)((first_pos + r) / BLOCK) * BLOCK;
   double select_flop = pairs * HEADS * DIM * 2 * 2;  // two parts
@@ -137,6 +137,17 @@ void one(int64_t first_pos, int n, FILE *csv) {
     snprintf(name, sizeof name, "prefill attend %.1f %.1f", mean_union(lists, n, 4), mean_union(lists, n, 8));
     show(name, attend_flop, event_us(times, [&] { LAUNCHED(m3_msa_prefill_attend(&p, 0)); }));
   }
+  {
+    device_array<float> wide(index.n);
+    fill_normal(wide.p, wide.n, 6);
+    p.index = wide.p;
+    p.index_type = M3_TYPE_F32;
+    show("prefill select f32 keys", select_flop * 1.5, event_us(times, [&] { LAUNCHED(m3_msa_prefill_select(&p, 0)); }));
+  }
+  double dense_flop = 0;
+  for (int r = 0; r < n; r++) dense_flop += (double)(first_pos + r + 1) * N_HEAD * DIM * 4;
+  if (dense_flop < 1e14)
+    show("prefill dense", dense_flop, event_us(times, [&] { LAUNCHED(m3_msa_prefill_dense(&p, 0)); }));
   CUDA(cudaDeviceSynchronize());
 }
 
