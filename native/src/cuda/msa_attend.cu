@@ -48,7 +48,6 @@ struct alignas(1024) attend_buffer {
     topk_buffer topk;
     rescore_buffer<8> rescore;  // of clusters of 8 or more
   };
-  uint64_t chosen[TOP_K];  // read by the cluster
   float acc[GROUP][DIM];  // of the heads that this thread block combines, [cluster, heads]
   float2 state[GROUP];    // their maximum and sum
   char q[2][GROUP * PITCH], p[2][GROUP * PITCH];
@@ -124,7 +123,7 @@ __global__ void __launch_bounds__(THREADS) attend_kernel(const __grid_constant__
     rescore<CLUSTER> choice(args.rescored, reinterpret_cast<rescore_buffer<CLUSTER> &>(s.rescore), pair, rank);
     cluster_wait();
     begin();
-    choice.choose(s.chosen, s.list);
+    choice.choose(s.list);
   } else {
     begin();
   }

@@ -40,57 +40,65 @@ __device__ __forceinline__ float4 key_at(const void *index, int32_t type, int64_
   return {lo.x, lo.y, hi.x, hi.y};
 }
 
-// Queries of ROWS rows as codes, in the tensor core's columns: 2 h and 2 h + 1 are the digits of head h, and its sums
-// are those of lanes t = h.
-template <int BITS, int ROWS>
+// A query in the thread block's memory.
+struct coded_query {
+  uint32_t digits[2][DIM / 4];  // high and low ones, four channels a word
+  float unit;                   // t
+  float spread;                 // |q| / t, rounded up; infinite if the query cannot be trusted
+  int32_t offset;               // what the offset of the keys' codes adds to D
+};
+
+// n queries [n, DIM], those from `given` on are zero. The warps take turns.
+__device__ __forceinline__ void code_queries(const float *q, int given, int n, coded_query *out) {
+  int lane = threadIdx.x & 31;
+  for (int i = threadIdx.x >> 5; i < n; i += BOUNDS_WARPS) {
+    float4 x = i < given ? __ldcg(reinterpret_cast<const float4 *>(q + i * DIM) + lane) : float4{0, 0, 0, 0};
+    const float v[4] = {x.x, x.y, x.z, x.w};
+    uint32_t largest = 0;  // as integers, numbers that are none are larger
+#pragma unroll
+    for (int j = 0; j < 4; j++) largest = max(largest, __float_as_uint(fabsf(v[j])));
+    float most = __uint_as_float(__reduce_max_sync(~0u, largest));
+    bool trusted = most == 0 || (most >= TRUSTED_LEAST && most <= TRUSTED_MOST);
+    float inverse = trusted && most > 0 ? __frcp_rn(most) : 0, sum = 0;
+    uint32_t high = 0, low = 0;
+    int codes = 0;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      float y = v[j] * inverse;
+      sum = fmaf(y, y, sum);
+      int code = __float2int_rn(y * QUERY_LEVELS), digit = ((code + 128) & 255) - 128;
+      low |= (uint32_t)(digit & 255) << j * 8;
+      high |= (uint32_t)((code - digit) >> 8 & 255) << j * 8;
+      codes += code;
+    }
+    codes = __reduce_add_sync(~0u, codes);
+#pragma unroll
+    for (int o = 16; o >= 1; o /= 2) sum += __shfl_xor_sync(~0u, sum, o);
+    out[i].digits[0][lane] = high;
+    out[i].digits[1][lane] = low;
+    if (lane == 0) {
+      out[i].unit = trusted && most > 0 ? most / QUERY_LEVELS : 1;
+      out[i].spread = trusted ? fmaxf(sqrtf(sum) * (QUERY_LEVELS * 1.00025f), 1e-30f) : INFINITY;
+      out[i].offset = codes * 15;
+    }
+  }
+}
+
+// Queries of ROWS rows in the tensor core's columns: 2 h and 2 h + 1 are the digits of head h, and its sums are those of
+// lanes t = h.
+template <int ROWS>
 struct bounds_query {
   uint32_t b[ROWS][4][2];
-  int offset[ROWS];   // what the codes' offset adds to D
-  float spread[ROWS]; // |q| / t, rounded up; infinite if the query cannot be trusted
-
-  // q: [rows, HEADS, DIM]; info[row * HEADS + head] gets t and spread if `tell`.
-  __device__ void load(const float *q, int rows, bool tell, float2 *info) {
+  int offset[ROWS];
+  float spread[ROWS];
+  __device__ void load(const coded_query *q) {
     int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
-      float4 x[8];
-      float most = 0, sum = 0;
 #pragma unroll
-      for (int i = 0; i < 8; i++)
-        x[i] = r < rows ? __ldcg(reinterpret_cast<const float4 *>(q + (r * HEADS + g / 2) * DIM + i * 16 + t * 4))
-                        : float4{0, 0, 0, 0};
-#pragma unroll
-      for (int i = 0; i < 8; i++)
-        most = fmaxf(most, fmaxf(fmaxf(fabsf(x[i].x), fabsf(x[i].y)), fmaxf(fabsf(x[i].z), fabsf(x[i].w))));
-      most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-      most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-      float inverse = 1 / most, levels = QUERY_LEVELS * inverse;
-      if (most == 0) inverse = 1, levels = 0;
-      int codes = 0;
-#pragma unroll
-      for (int i = 0; i < 8; i++) {
-        const float v[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
-        uint32_t packed = 0;
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-          float y = v[j] * inverse;
-          sum = fmaf(y, y, sum);
-          int code = __float2int_rn(v[j] * levels), low = ((code + 128) & 255) - 128;
-          packed |= (uint32_t)((g & 1 ? low : (code - low) >> 8) & 255) << j * 8;
-          codes += code;
-        }
-        b[r][i >> 1][i & 1] = packed;
-      }
-#pragma unroll
-      for (int o = 1; o <= 2; o *= 2) {
-        sum += __shfl_xor_sync(~0u, sum, o);
-        codes += __shfl_xor_sync(~0u, codes, o);
-      }
-      bool trusted = (most == 0 || (most >= TRUSTED_LEAST && most <= TRUSTED_MOST)) && sum <= 2 * DIM;
-      float far = trusted ? fmaxf(sqrtf(sum) * (QUERY_LEVELS * 1.00025f), 1e-30f) : INFINITY;
-      if (tell && t == 0 && !(g & 1)) info[r * HEADS + g / 2] = {most / QUERY_LEVELS, far};
-      spread[r] = __shfl_sync(~0u, far, t * 8);
-      offset[r] = __shfl_sync(~0u, codes, t * 8) * 15;
+      for (int i = 0; i < 8; i++) b[r][i >> 1][i & 1] = q[r * HEADS + g / 2].digits[g & 1][i * 4 + t];
+      offset[r] = q[r * HEADS + t].offset;
+      spread[r] = q[r * HEADS + t].spread;
     }
   }
 };
@@ -105,9 +113,13 @@ struct piece_maxima {
     most = fmaxf(most, upper);
     least = fmaxf(least, lower);
   }
-  __device__ piece_bounds pack() const {
-    float up = most > -INFINITY ? fminf(fmaf(fabsf(most), 0x1p-18f, most), UNBOUNDED) : most;
-    return {__uint_as_float((__float_as_uint(up) & ~15u) | (uint32_t)token), fminf(next, UNBOUNDED)};
+  // In units of scores.
+  __device__ piece_bounds pack(float unit, float *upper) const {
+    float u = most * unit, n = next * unit;
+    u = u > -INFINITY ? fminf(fmaf(fabsf(u), 0x1p-18f, u), UNBOUNDED) : u;
+    n = n > -INFINITY ? fminf(fmaf(fabsf(n), 0x1p-18f, n), UNBOUNDED) : n;
+    *upper = u;
+    return {__uint_as_float((__float_as_uint(u) & ~15u) | (uint32_t)token), n};
   }
 };
 
@@ -121,11 +133,12 @@ __global__ void __launch_bounds__(BOUNDS_THREADS) bounds_kernel(const __grid_con
   extern __shared__ __align__(128) char memory[];
   __shared__ uint64_t full[BOUNDS_WARPS][BOUNDS_STAGES];
   __shared__ uint64_t best_of_warp[BOUNDS_WARPS][ROWS * HEADS];  // a lower bound and its token in the cache
-  __shared__ float2 info[ROWS * HEADS];
+  __shared__ coded_query coded[ROWS * HEADS];
   __shared__ const int32_t *table[BOUNDS_SEQUENCES];
   __shared__ int32_t last[BOUNDS_SEQUENCES * 4], start[BOUNDS_SEQUENCES + 1];
   int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3;
   int per = args.rows.per_sequence, n_seq = args.rows.n / per, stages = args.stages;
+  TRACE(0, 0);
   launch_next();
   if (tid < BOUNDS_WARPS * BOUNDS_STAGES) barrier_init(&full[0][0] + tid, 1);
   barrier_init_done();
@@ -182,25 +195,31 @@ __global__ void __launch_bounds__(BOUNDS_THREADS) bounds_kernel(const __grid_con
                 layout::CHUNK_BYTES, &full[warp][stage]);
     }
   };
+  TRACE(0, 1);
   int early = 0;
   for (; early < stages && early < n_loads; early++) {
     find(early);
     if (!(settled >> early / layout::LOADS & 1)) break;
     issue(early);
   }
+  TRACE(0, 2);
   wait_previous();
+  TRACE(0, 3);
   for (; early < stages && early < n_loads; early++) issue(early);
   for (int i = tid; i < args.rows.n * HEADS; i += BOUNDS_THREADS) {
     int s = i / (per * HEADS);
     if (start[s + 1] <= begin || start[s] >= end) args.seeds[(int64_t)i * gridDim.x + blockIdx.x] = -INFINITY;
   }
 
-  bounds_query<BITS, ROWS> q;
+  bounds_query<ROWS> q;
   int seq = 0, item = begin + warp, done = 0;
   while (start[seq + 1] <= begin) seq++;
   for (; seq < n_seq && start[seq] < end; seq++) {
     int segment_end = min(end, start[seq + 1]), least_seen = 0x7fffffff;
-    q.load(args.q + (int64_t)seq * per * HEADS * DIM, per, warp == 0, info);
+    code_queries(args.q + (int64_t)seq * per * HEADS * DIM, per * HEADS, ROWS * HEADS, coded);
+    __syncthreads();
+    q.load(coded);
+    TRACE(0, 4);
     int32_t seen[ROWS];
     float best[ROWS];
     uint32_t best_at[ROWS];
@@ -271,9 +290,14 @@ __global__ void __launch_bounds__(BOUNDS_THREADS) bounds_kernel(const __grid_con
       }
 #pragma unroll
       for (int r = 0; r < ROWS; r++) {
+        int64_t pair = ((int64_t)seq * per + min(r, per - 1)) * HEADS + t, at = pair * args.rows.max_blocks + block;
+        float upper;
+        piece_bounds packed = piece[r].pack(coded[r * HEADS + t].unit, &upper);
+#pragma unroll
+        for (int o = 4; o <= 16; o *= 2) upper = fmaxf(upper, __shfl_xor_sync(~0u, upper, o));
         if (r < per) {
-          int64_t pair = ((int64_t)seq * per + r) * HEADS + t;
-          args.bounds[(pair * args.rows.max_blocks + block) * PIECES + g] = piece[r].pack();
+          args.bounds[at * PIECES + g] = packed;
+          if (g == 0) args.block_bounds[at] = upper;
         }
         if (block <= seen[r] / BLOCK - args.local && piece[r].least > best[r]) {
           best[r] = piece[r].least;
@@ -281,6 +305,7 @@ __global__ void __launch_bounds__(BOUNDS_THREADS) bounds_kernel(const __grid_con
         }
       }
     }
+    TRACE(0, 5);
     // One seed of the thread block for each query: the largest lower bound, and the exact score of that token.
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
@@ -290,6 +315,7 @@ __global__ void __launch_bounds__(BOUNDS_THREADS) bounds_kernel(const __grid_con
       if (g == 0) best_of_warp[warp][r * HEADS + t] = most;
     }
     __syncthreads();
+    TRACE(0, 6);
     for (int i = warp; i < per * HEADS; i += BOUNDS_WARPS) {
       uint64_t most = best_of_warp[0][i];
 #pragma unroll
@@ -307,12 +333,15 @@ __global__ void __launch_bounds__(BOUNDS_THREADS) bounds_kernel(const __grid_con
           dot += __shfl_xor_sync(~0u, dot, o);
           square += __shfl_xor_sync(~0u, square, o);
         }
-        if (info[i].x > 0)
-          seed = fmaxf(seed, dot / info[i].x - info[i].y * (2 * SUM_ERROR * sqrtf(square) + UNDERFLOW));
+        seed = fmaxf(seed * coded[i].unit,
+                     dot - coded[i].spread * coded[i].unit * (2 * SUM_ERROR * sqrtf(square) + UNDERFLOW));
+      } else {
+        seed *= coded[i].unit;
       }
       if (lane == 0) args.seeds[pair * gridDim.x + blockIdx.x] = seed;
     }
     __syncthreads();
+    TRACE(0, 7);
   }
 #endif
 }

@@ -107,7 +107,7 @@ typedef struct m3_msa_low_bit {
   uint64_t *rescored; /* NULL, or the number of exact scores (of a token and a query) is added */
 } m3_msa_low_bit;
 
-/* Some 256 bytes for each row and block. */
+/* Some 272 bytes for each row and block. */
 size_t m3_msa_low_bit_work_bytes(int32_t n_rows, int64_t max_blocks);
 m3_msa_result m3_msa_low_bit_select(const m3_msa_low_bit *p, cudaStream_t stream);
 

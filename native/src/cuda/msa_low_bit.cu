@@ -9,7 +9,6 @@ namespace m3_msa {
 namespace {
 
 constexpr int STORE_THREADS = 256, STORE_LANES = 16;  // of one token
-constexpr int MOST_BOUNDS_BLOCKS = 1024;              // thread blocks of the scan
 
 #if M3_MSA_HOPPER
 
@@ -119,17 +118,19 @@ template <int CLUSTER>
 __global__ void __launch_bounds__(RESCORE_THREADS) choose_kernel(const __grid_constant__ choose_args args) {
 #if M3_MSA_HOPPER
   extern __shared__ __align__(16) char memory[];
-  __shared__ uint64_t chosen[TOP_K];
   __shared__ int32_t list[TOP_K];
   int pair = blockIdx.x / CLUSTER, rank = blockIdx.x % CLUSTER;
   launch_next();
+  TRACE(1, 0);
   if (CLUSTER > 1) cluster_arrive();
   rescore<CLUSTER> choice(args.rescored, *reinterpret_cast<rescore_buffer<CLUSTER> *>(memory), pair, rank);
   if (CLUSTER > 1) cluster_wait();
+  TRACE(1, 1);
   wait_previous();
-  choice.choose(chosen, list);
+  TRACE(1, 2);
+  choice.choose(list);
   if (rank == 0 && threadIdx.x < TOP_K) args.blocks[pair * TOP_K + threadIdx.x] = list[threadIdx.x];
-  if (CLUSTER > 1) cluster_sync();  // chosen has been read
+  TRACE(1, 10);
 #endif
 }
 
@@ -176,10 +177,11 @@ m3_msa_result bounds(const m3_msa_low_bit &p, rescore_args *next, cudaStream_t s
     return M3_MSA_REFUSED;
   int64_t blocks = (int64_t)rows.n / rows.per_sequence * rows.max_blocks;
   int64_t grid = (int64_t)multiprocessors * tuned("BOUNDS_EACH", 3);
-  if (grid > MOST_BOUNDS_BLOCKS) grid = MOST_BOUNDS_BLOCKS;
+  if (grid > MOST_SEEDS) grid = MOST_SEEDS;
   if (grid > blocks) grid = blocks;
   piece_bounds *of_pieces = static_cast<piece_bounds *>(p.select.work);
-  float *seeds = reinterpret_cast<float *>(of_pieces + (int64_t)rows.n * HEADS * rows.max_blocks * PIECES);
+  int64_t n_bounds = (int64_t)rows.n * HEADS * rows.max_blocks;
+  float *of_blocks = reinterpret_cast<float *>(of_pieces + n_bounds * PIECES), *seeds = of_blocks + n_bounds;
   // One load a warp leaves room for the next kernel to start early.
   int loads = p.bits == 4 ? 1 : 2;
   int stages = blocks * loads <= grid * BOUNDS_WARPS ? 1 : BOUNDS_STAGES;
@@ -190,11 +192,12 @@ m3_msa_result bounds(const m3_msa_low_bit &p, rescore_args *next, cudaStream_t s
                       p.select.index_type,
                       p.select.index_q,
                       of_pieces,
+                      of_blocks,
                       seeds,
                       p.select.shape.local_blocks,
                       stages,
                       (bool)tuned("EXACT_SEEDS", p.bits == 4)};
-  *next = {rows,  p.select.index, p.select.index_type,           p.select.index_q,    of_pieces,
+  *next = {rows,  p.select.index, p.select.index_type,         p.select.index_q,    of_pieces, of_blocks,
            seeds, (int32_t)grid,  p.select.shape.local_blocks, p.select.not_finite, p.rescored};
   return p.bits == 4 ? launch_rows<4>(args, (int)grid, stream) : launch_rows<8>(args, (int)grid, stream);
 }
@@ -224,7 +227,7 @@ m3_msa_result m3_msa_low_bit_store(const m3_msa_low_bit_store_params *p, cudaStr
 
 size_t m3_msa_low_bit_work_bytes(int32_t n_rows, int64_t max_blocks) {
   return (size_t)n_rows * HEADS *
-         ((size_t)max_blocks * PIECES * sizeof(piece_bounds) + MOST_BOUNDS_BLOCKS * sizeof(float));
+         ((size_t)max_blocks * (PIECES * sizeof(piece_bounds) + sizeof(float)) + MOST_SEEDS * sizeof(float));
 }
 
 m3_msa_result m3_msa_low_bit_select(const m3_msa_low_bit *p, cudaStream_t stream) {
@@ -233,3 +236,7 @@ m3_msa_result m3_msa_low_bit_select(const m3_msa_low_bit *p, cudaStream_t stream
   if (tuned("ONLY_BOUNDS", 0)) return result;
   return result == M3_MSA_LAUNCHED ? choose_rescored(rescored, p->select.blocks, stream) : result;
 }
+
+#ifdef M3_MSA_TRACE
+void m3_trace_to(unsigned long long *p) { cudaMemcpyToSymbol(m3_trace_at, &p, sizeof p); }
+#endif

@@ -4,13 +4,26 @@
 // 16 bits, so that D = c . d is an exact integer. Then q . k = s t D + f . (s c) + q . e, and the float32 sum of the
 // exact scan is within SUM_ERROR |q| |k| of that. With |f| <= QUERY_ERROR |q| a token stores
 //   spread = |e| + (QUERY_ERROR + SUM_ERROR) |s c|,  rounded up,
-// and the score of the exact scan lies within |q| spread of s t D. All is in units of t in the kernels. A key that is
-// no number or so large that products might overflow has an infinite spread: the exact scan decides.
+// and the score of the exact scan lies within |q| spread of s t D. A key that is no number or so large that products might overflow has an infinite spread: the exact scan decides.
 #ifndef M3_SRC_CUDA_MSA_LOW_BIT_CUH
 #define M3_SRC_CUDA_MSA_LOW_BIT_CUH
 
 #include "msa_device.cuh"
 #include "msa_kernels.h"
+
+#ifdef M3_MSA_TRACE
+__device__ unsigned long long *m3_trace_at;
+#define TRACE(kernel, i)                                                                             \
+  do {                                                                                               \
+    if (threadIdx.x == 0 && m3_trace_at) {                                                           \
+      unsigned long long *at_ = m3_trace_at + ((kernel)*1024 + blockIdx.x) * 32 + (i);               \
+      at_[0] = clock64();                                                                            \
+      asm volatile("mov.u64 %0, %globaltimer;" : "=l"(at_[16]));                                     \
+    }                                                                                                \
+  } while (0)
+#else
+#define TRACE(kernel, i)
+#endif
 
 namespace m3_msa {
 
@@ -21,6 +34,7 @@ constexpr float TRUSTED_MOST = 1e17f;        // of a number: norms stay below 1.
 constexpr float TRUSTED_LEAST = 1e-10f;      // of the largest number of a query that is not zero
 constexpr float UNDERFLOW = 1e-25f;          // part of every spread: times such a query it covers products that underflow
 constexpr float UNBOUNDED = 3e38f;           // stands for infinity in bounds
+constexpr int MOST_SEEDS = 512;              // thread blocks of the scan
 constexpr int PIECES = 8, PIECE_TOKENS = 16; // of a block: piece g has tokens g, g + 8, ...
 
 // A page is LOADS chunks, each of PLANES planes of 64 bytes a token, and then a pair (s, spread) of bfloat16 a token.
@@ -46,6 +60,7 @@ struct bounds_args {
   int32_t index_type;
   const float *q;
   piece_bounds *bounds;  // [n, HEADS, max_blocks, PIECES]
+  float *block_bounds;   // [n, HEADS, max_blocks] the largest of a block
   float *seeds;          // [n, HEADS, thread blocks] a lower bound of the score of one competing block, or -infinity
   int32_t local, stages;
   bool exact_seeds;
@@ -57,7 +72,7 @@ struct rescore_args {
   int32_t index_type;
   const float *q;
   const piece_bounds *bounds;
-  const float *seeds;
+  const float *block_bounds, *seeds;
   int32_t n_seeds, local;
   int32_t *not_finite;
   uint64_t *rescored;  // NULL, or tokens are added

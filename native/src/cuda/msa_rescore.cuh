@@ -10,26 +10,35 @@
 
 namespace m3_msa {
 
-constexpr int RESCORE_THREADS = 128, RESCORE_LOADS = 16;  // pairs of pieces that a thread looks at in one round
-constexpr int RESCORE_LIST = RESCORE_THREADS * RESCORE_LOADS * 2;
-constexpr int RESCORE_CANDIDATES = 512;
+constexpr int RESCORE_THREADS = 128, RESCORE_WARPS = RESCORE_THREADS / 32;
+constexpr int RESCORE_LOADS = 4;         // block bounds that a thread loads at once
+constexpr int RESCORE_QUADS = 4;         // of blocks, whose pieces a warp looks at at once
+constexpr int RESCORE_LIST = 1024;       // tokens of a warp
+constexpr int RESCORE_CANDIDATES = 512;  // blocks
 
-// Shared memory of one of CLUSTER thread blocks, which has blocks rank, rank + CLUSTER, ...
+// Shared memory of one of CLUSTER thread blocks. Eight blocks in a row are one thread block's, the next eight the
+// next one's.
 template <int CLUSTER>
 struct rescore_buffer {
   static constexpr int MINE = M3_MSA_MAX_BLOCKS / CLUSTER;
   static constexpr int PAGES = MINE <= 1024 ? MINE : 1;  // kept if they fit
-  uint64_t candidate[RESCORE_CANDIDATES], final[TOP_K];
+  uint64_t candidate[RESCORE_CANDIDATES], chosen[TOP_K];
+  uint64_t gathered[CLUSTER * TOP_K];  // of the thread blocks of the cluster
   float q[HEADS * DIM], seed[RESCORE_THREADS];
-  float warp_tau[RESCORE_THREADS / 32];
+  float warp_tau[RESCORE_WARPS];
+  uint32_t list[RESCORE_WARPS][RESCORE_LIST];    // block of this thread block << 8 | piece << 4 | token of the piece
+  uint16_t block[RESCORE_WARPS][MINE / RESCORE_WARPS];
   uint32_t score[MINE];  // `ordered`, 0: none
   int32_t page[PAGES];
-  uint32_t list[RESCORE_LIST];  // block of this thread block << 8 | piece << 4 | token of the piece, from below;
-                                // pieces of which all tokens count, from above
-  int32_t n_single, n_full, n_candidates, n_tokens;
+  uint32_t candidates[RESCORE_CANDIDATES];
+  int32_t n_gathered[CLUSTER], n_candidates, n_all;
 };
 
 #if M3_MSA_HOPPER
+
+__device__ __forceinline__ float from_ordered(uint32_t x) {
+  return __uint_as_float(x & 0x80000000u ? x & 0x7fffffffu : ~x);
+}
 
 // chosen gets the `room` largest of n keys (shared memory), none of them 0, in order, then zeros. All threads call it.
 __device__ __forceinline__ void rank_largest(const uint64_t *keys, int n, int room, uint64_t *chosen) {
@@ -49,45 +58,47 @@ __device__ __forceinline__ void rank_largest(const uint64_t *keys, int n, int ro
 // One (row, head) of a thread block.
 template <int CLUSTER>
 struct rescore {
-  static constexpr bool PAGES_KEPT = rescore_buffer<CLUSTER>::PAGES > 1;
+  using buffer = rescore_buffer<CLUSTER>;
+  static constexpr bool PAGES_KEPT = buffer::PAGES > 1;
   const rescore_args &args;
-  rescore_buffer<CLUSTER> &s;
+  buffer &s;
   int pair, rank, row, head, n_blocks, mine, competing, room;
   int64_t pos;
   const int32_t *table;
-  float bad = 0;
+  float tau = 0, cut = 0, bad = 0;  // cut: what an exact score in the list cannot be below
 
   // Before the previous kernel has ended.
-  __device__ rescore(const rescore_args &a, rescore_buffer<CLUSTER> &buffer, int pair_, int rank_)
-      : args(a), s(buffer), pair(pair_), rank(rank_), row(pair_ / HEADS), head(pair_ % HEADS) {
+  __device__ rescore(const rescore_args &a, buffer &b, int pair_, int rank_)
+      : args(a), s(b), pair(pair_), rank(rank_), row(pair_ / HEADS), head(pair_ % HEADS) {
     int tid = threadIdx.x;
     pos = __ldcg(args.rows.pos + row);
     table = args.rows.tables[__ldcg(args.rows.seq + row)];
     n_blocks = (int)(pos / BLOCK) + 1;
-    mine = rank < n_blocks ? (n_blocks - rank + CLUSTER - 1) / CLUSTER : 0;
+    int eights = (n_blocks + 7) / 8;
+    mine = rank < eights ? (eights - rank + CLUSTER - 1) / CLUSTER * 8 : 0;
     // Blocks that are in the list anyway are scored only where a number may not be finite.
     competing = n_blocks <= TOP_K ? 0 : n_blocks - args.local;
     room = TOP_K - args.local;
-    if (tid == 0) s.n_single = s.n_full = s.n_candidates = s.n_tokens = 0;
+    if (tid == 0) s.n_candidates = s.n_all = 0;
     for (int i = tid; i < mine; i += RESCORE_THREADS) {
       s.score[i] = 0;
-      if (PAGES_KEPT) s.page[i] = __ldcg(table + i * CLUSTER + rank);
+      if (PAGES_KEPT && block_of(i) < n_blocks) s.page[i] = __ldcg(table + block_of(i));
     }
   }
 
-  __device__ int64_t key_of(int i, int token) const {  // token of block number i of this thread block
-    return (int64_t)(PAGES_KEPT ? s.page[i] : __ldcg(table + i * CLUSTER + rank)) * BLOCK + token;
+  __device__ int block_of(int i) const { return (i / 8 * CLUSTER + rank) * 8 + i % 8; }
+  __device__ static int slot_of(uint32_t entry) { return (int)(entry & 15) * 8 + (int)(entry >> 4 & 7); }
+  __device__ bool sees(uint32_t entry) const {
+    return (int64_t)block_of((int)(entry >> 8)) * BLOCK + slot_of(entry) <= pos;
+  }
+  __device__ int64_t key_of(uint32_t entry) const {
+    int i = (int)(entry >> 8);
+    return (int64_t)(PAGES_KEPT ? s.page[i] : __ldcg(table + block_of(i))) * BLOCK + slot_of(entry);
   }
 
   // The room-th largest of the seeds, each the largest of a group of them.
-  __device__ float threshold() {
-    int tid = threadIdx.x;
-    float seed = -INFINITY;
-    const float *seeds = args.seeds + (int64_t)pair * args.n_seeds;
-    for (int i = tid; i < args.n_seeds; i += RESCORE_THREADS) seed = fmaxf(seed, __ldcg(seeds + i));
-    *reinterpret_cast<float4 *>(s.q + tid * 4) =
-        __ldcg(reinterpret_cast<const float4 *>(args.q + (int64_t)row * HEADS * DIM) + tid);
-    s.seed[tid] = seed;
+  __device__ void find_threshold(float seed) {
+    s.seed[threadIdx.x] = seed;
     __syncthreads();
     int above = 0;
 #pragma unroll 8
@@ -96,204 +107,267 @@ struct rescore {
       above += (x.x > seed) + (x.y > seed) + (x.z > seed) + (x.w > seed);
     }
     uint32_t least = __reduce_min_sync(~0u, above < room ? ordered(seed) : ~0u);
-    if (tid % 32 == 0) s.warp_tau[tid / 32] = __uint_as_float(least & 0x80000000u ? least & 0x7fffffffu : ~least);
+    if (threadIdx.x % 32 == 0) s.warp_tau[threadIdx.x / 32] = from_ordered(least);
     __syncthreads();
-    return fminf(fminf(s.warp_tau[0], s.warp_tau[1]), fminf(s.warp_tau[2], s.warp_tau[3]));
+    tau = fminf(fminf(s.warp_tau[0], s.warp_tau[1]), fminf(s.warp_tau[2], s.warp_tau[3]));
+    cut = tau > -INFINITY ? fmaf(fabsf(tau), -2e-6f, tau) : tau;
   }
 
-  // Number v of the tokens to be scored.
-  __device__ uint32_t entry(int v) const {
-    if (v < s.n_single) return s.list[v];
-    v -= s.n_single;
-    return (s.list[RESCORE_LIST - 1 - v / PIECE_TOKENS] & ~15u) | (uint32_t)(v % PIECE_TOKENS);
-  }
-  __device__ static int slot_of(uint32_t entry) { return (int)(entry & 15) * 8 + (int)(entry >> 4 & 7); }
-  __device__ bool sees(uint32_t entry) const {
-    return ((int64_t)(entry >> 8) * CLUSTER + rank) * BLOCK + slot_of(entry) <= pos;
-  }
-  __device__ int64_t key_at_entry(uint32_t entry) const { return key_of((int)(entry >> 8), slot_of(entry)); }
+  __device__ float limit(int i) const { return block_of(i) < competing ? tau : UNBOUNDED * 0.99f; }
+
   __device__ void take(uint32_t entry, float score, float scaled) {
+    if (!sees(entry)) return;
     bad = fmaf(score, 0.0f, bad);
-    atomicMax(&s.score[entry >> 8], ordered(scaled));
+    int i = (int)(entry >> 8);
+    if (!(scaled >= cut) || block_of(i) >= competing) return;
+    if (atomicMax(&s.score[i], ordered(scaled)) == 0) {
+      int at = atomicAdd(&s.n_candidates, 1);
+      if (at < RESCORE_CANDIDATES) s.candidates[at] = (uint32_t)i;
+    }
   }
 
-  template <class Key>
-  __device__ void score_tokens() {
-    using query = scan_query<Key, 1>;
-    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
-    int n = s.n_single + s.n_full * PIECE_TOKENS;
-    if (warp * 8 >= n) return;
-    query q;
-    q.load_from([&](int at) { return *reinterpret_cast<const float4 *>(s.q + at); }, HEADS);
-    for (int i = warp * 8; i < n; i += 2 * RESCORE_THREADS / 4) {
-      uint4 x[2][4];
+  // Queries and scores of a type of keys.
+  template <class Key, class = void>
+  struct scorer {
+    scan_query<Key, 1> q;
+    __device__ void load(const rescore &r) {
+      q.load_from([&](int at) { return *reinterpret_cast<const float4 *>(r.s.q + at); }, HEADS);
+    }
+    __device__ void score(rescore &r, const uint32_t *list, int n) const {
+      constexpr int BATCHES = 2;
+      int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+      for (int i = 0; i < n; i += BATCHES * 8) {
+        uint4 x[BATCHES][4];
 #pragma unroll
-      for (int b = 0; b < 2; b++) {
-        int64_t key = key_at_entry(entry(min(i + b * (RESCORE_THREADS / 4) + g, n - 1)));
-        const uint4 *from =
-            reinterpret_cast<const uint4 *>(static_cast<const char *>(args.index) + key * ROW_BYTES) + t;
+        for (int b = 0; b < BATCHES; b++) {
+          const uint4 *from = reinterpret_cast<const uint4 *>(static_cast<const char *>(r.args.index) +
+                                                              r.key_of(list[min(i + b * 8 + g, n - 1)]) * ROW_BYTES) +
+                              t;
 #pragma unroll
-        for (int j = 0; j < 4; j++) x[b][j] = __ldcg(from + j * 4);
-      }
+          for (int j = 0; j < 4; j++) x[b][j] = __ldcg(from + j * 4);
+        }
 #pragma unroll
-      for (int b = 0; b < 2; b++) {
-        float d[1][2];
-        q.dots_of([&](int j) { return x[b][j]; }, d);
-        if (g != head) continue;
+        for (int b = 0; b < BATCHES; b++) {
+          float d[1][2];
+          q.dots_of([&](int j) { return x[b][j]; }, d);
+          if (g != r.head) continue;
 #pragma unroll
-        for (int c = 0; c < 2; c++) {
-          int v = i + b * (RESCORE_THREADS / 4) + t * 2 + c;
-          if (v >= n) continue;
-          uint32_t e = entry(v);
-          if (sees(e)) take(e, d[0][c], d[0][c] * q.unscale[0]);
+          for (int c = 0; c < 2; c++) {
+            int v = i + b * 8 + t * 2 + c;
+            if (v < n) r.take(list[v], d[0][c], d[0][c] * q.unscale[0]);
+          }
         }
       }
     }
-  }
-
-  // float32 keys, a key spread over the warp: the sums of scan_query<float>.
-  __device__ void score_float_tokens() {
-    constexpr int EACH = 8;
-    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, n = s.n_single + s.n_full * PIECE_TOKENS;
-    float4 x = *reinterpret_cast<const float4 *>(s.q + head * DIM + lane * 4);
-    for (int i = warp * EACH; i < n; i += RESCORE_THREADS / 32 * EACH) {
-      float4 k[EACH];
-      float v[EACH];
+  };
+  // A key spread over the warp: the sums of scan_query<float>.
+  template <class Unused>
+  struct scorer<float, Unused> {
+    float4 x;
+    __device__ void load(const rescore &r) {
+      x = *reinterpret_cast<const float4 *>(r.s.q + r.head * DIM + threadIdx.x % 32 * 4);
+    }
+    __device__ void score(rescore &r, const uint32_t *list, int n) const {
+      constexpr int EACH = 8;
+      int lane = threadIdx.x & 31;
+      for (int i = 0; i < n; i += EACH) {
+        float4 k[EACH];
+        float v[EACH];
 #pragma unroll
-      for (int j = 0; j < EACH; j++)
-        k[j] = __ldcg(reinterpret_cast<const float4 *>(static_cast<const char *>(args.index) +
-                                                       key_at_entry(entry(min(i + j, n - 1))) * DIM * 4) +
-                      lane);
+        for (int j = 0; j < EACH; j++)
+          k[j] = __ldcg(reinterpret_cast<const float4 *>(static_cast<const char *>(r.args.index) +
+                                                         r.key_of(list[min(i + j, n - 1)]) * DIM * 4) +
+                        lane);
 #pragma unroll
-      for (int j = 0; j < EACH; j++)
-        v[j] = fmaf(x.w, k[j].w, fmaf(x.z, k[j].z, fmaf(x.y, k[j].y, x.x * k[j].x)));
+        for (int j = 0; j < EACH; j++)
+          v[j] = fmaf(x.w, k[j].w, fmaf(x.z, k[j].z, fmaf(x.y, k[j].y, x.x * k[j].x)));
 #pragma unroll
-      for (int o = 16; o >= 1; o /= 2)
+        for (int o = 16; o >= 1; o /= 2)
 #pragma unroll
-        for (int j = 0; j < EACH; j++) v[j] += __shfl_xor_sync(~0u, v[j], o);
+          for (int j = 0; j < EACH; j++) v[j] += __shfl_xor_sync(~0u, v[j], o);
+        float mine = v[0];
 #pragma unroll
-      for (int j = 0; j < EACH; j++) {
-        if (lane != j || i + j >= n) continue;
-        uint32_t e = entry(i + j);
-        if (sees(e)) take(e, v[j], v[j]);
+        for (int j = 1; j < EACH; j++) mine = lane == j ? v[j] : mine;
+        if (lane < EACH && i + lane < n) r.take(list[i + lane], mine, mine);
       }
     }
-  }
+  };
 
-  // The tokens whose upper bounds reach `tau`, those of pieces [first, first + RESCORE_LIST) of this thread block.
-  __device__ void find(int first, const float4 (&bound)[RESCORE_LOADS], float tau) {
+  // Tokens that the bounds do not rule out are scored, those of each warp's blocks by itself.
+  template <class Key>
+  __device__ void score_blocks() {
+    int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, n_found = 0, n_list = 0, n_scored = 0;
+    uint32_t below = (1u << lane) - 1;
+    uint32_t *list = s.list[warp];
+    uint16_t *found = s.block[warp];
+    const float *block_bounds = args.block_bounds + (int64_t)pair * args.rows.max_blocks;
+    const piece_bounds *bounds = args.bounds + (int64_t)pair * args.rows.max_blocks * PIECES;
+    float seed = -INFINITY, seeds[MOST_SEEDS / RESCORE_THREADS];
+    float4 q = __ldcg(reinterpret_cast<const float4 *>(args.q + (int64_t)row * HEADS * DIM) + tid);
 #pragma unroll
-    for (int k = 0; k < RESCORE_LOADS; k++) {
-      int i = first / 2 + k * RESCORE_THREADS + (int)threadIdx.x;
-      if (i >= mine * (PIECES / 2)) continue;
-      float limit = (i / (PIECES / 2)) * CLUSTER + rank < competing ? tau : UNBOUNDED * 0.99f;
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        float most = half ? bound[k].z : bound[k].x, next = half ? bound[k].w : bound[k].y;
-        if (!(most >= limit)) continue;
-        uint32_t e = (uint32_t)(i / (PIECES / 2)) << 8 | (uint32_t)(i % (PIECES / 2) * 2 + half) << 4 |
-                     (__float_as_uint(most) & 15);
-        if (next >= limit)
-          s.list[RESCORE_LIST - 1 - atomicAdd(&s.n_full, 1)] = e;
-        else
-          s.list[atomicAdd(&s.n_single, 1)] = e;
-      }
+    for (int j = 0; j < MOST_SEEDS / RESCORE_THREADS; j++) {
+      int i = tid + j * RESCORE_THREADS;
+      seeds[j] = i < args.n_seeds ? __ldcg(args.seeds + (int64_t)pair * args.n_seeds + i) : -INFINITY;
     }
-  }
-
-  // The room largest keys of this thread block's blocks.
-  __device__ void best_blocks(uint64_t *chosen) {
-    int tid = threadIdx.x;
-    auto key = [&](int i) {
-      int block = i * CLUSTER + rank;
-      return block < competing && s.score[i] ? (uint64_t)s.score[i] << 32 | (uint32_t)~block : 0;
-    };
-    for (int i = tid; i < mine; i += RESCORE_THREADS) {
-      uint64_t x = key(i);
-      if (!x) continue;
-      int at = atomicAdd(&s.n_candidates, 1);
-      if (at < RESCORE_CANDIDATES) s.candidate[at] = x;
-    }
-    __syncthreads();
-    int n = s.n_candidates;
-    if (n <= RESCORE_CANDIDATES) {
-      rank_largest(s.candidate, n, room, chosen);
-      return;
-    }
-    // Some at a time, with the best so far.
-    constexpr int STEP = RESCORE_CANDIDATES - TOP_K;
-    if (tid < TOP_K) chosen[tid] = 0;
-    for (int first = 0; first < mine; first += STEP) {
-      __syncthreads();
-      if (tid == 0) s.n_candidates = 0;
-      __syncthreads();
-      if (tid < TOP_K && chosen[tid]) s.candidate[atomicAdd(&s.n_candidates, 1)] = chosen[tid];
-      for (int i = first + tid; i < min(first + STEP, mine); i += RESCORE_THREADS)
-        if (key(i)) s.candidate[atomicAdd(&s.n_candidates, 1)] = key(i);
-      __syncthreads();
-      rank_largest(s.candidate, s.n_candidates, room, chosen);
-    }
-  }
-
-  // list[16] gets the list, in all thread blocks of the cluster. chosen: [16] in shared memory that the others read;
-  // the thread block must not end, nor others write it, before the cluster meets again.
-  __device__ void choose(uint64_t *chosen, int32_t *list) {
-    int tid = threadIdx.x;
-    const float4 *bounds =
-        reinterpret_cast<const float4 *>(args.bounds + (int64_t)pair * args.rows.max_blocks * PIECES);
-    float tau = 0;
-    for (int first = 0; first == 0 || first < mine * PIECES; first += RESCORE_LIST) {
-      float4 bound[RESCORE_LOADS];
+    for (int first = 0; first == 0 || first < mine; first += RESCORE_LOADS * RESCORE_THREADS) {
+      float bound[RESCORE_LOADS];
+      auto number = [&](int k) { return first + k * RESCORE_THREADS + lane * RESCORE_WARPS + warp; };
 #pragma unroll
       for (int k = 0; k < RESCORE_LOADS; k++) {
-        int i = first / 2 + k * RESCORE_THREADS + tid;
-        if (i < mine * (PIECES / 2))
-          bound[k] = __ldcg(bounds + (i / (PIECES / 2) * CLUSTER + rank) * (PIECES / 2) + i % (PIECES / 2));
+        int i = number(k);
+        bound[k] = i < mine && block_of(i) < n_blocks ? __ldcg(block_bounds + block_of(i)) : NAN;
       }
-      if (first == 0)
-        tau = threshold();
-      else
-        __syncthreads();  // the list has been read
-      if (first && tid == 0) s.n_single = s.n_full = 0;
-      if (first) __syncthreads();
-      find(first, bound, tau);
-      __syncthreads();
-      if (tid == 0) s.n_tokens += s.n_single + s.n_full * PIECE_TOKENS;
-      switch (args.index_type) {
-        case M3_TYPE_BF16: score_tokens<__nv_bfloat16>(); break;
-        case M3_TYPE_F16: score_tokens<__half>(); break;
-        default: score_float_tokens();
+      if (first == 0) {
+        *reinterpret_cast<float4 *>(s.q + tid * 4) = q;
+#pragma unroll
+        for (int j = 0; j < MOST_SEEDS / RESCORE_THREADS; j++) seed = fmaxf(seed, seeds[j]);
+        TRACE(1, 3);
+        find_threshold(seed);
+        TRACE(1, 4);
+      }
+#pragma unroll
+      for (int k = 0; k < RESCORE_LOADS; k++) {
+        bool survives = bound[k] >= limit(number(k));
+        uint32_t all = __ballot_sync(~0u, survives);
+        if (survives) found[n_found + __popc(all & below)] = (uint16_t)number(k);
+        n_found += __popc(all);
       }
     }
-    __syncthreads();
+    __syncwarp();
+    TRACE(1, 5);
+    scorer<Key> score;
+    piece_bounds pieces[RESCORE_QUADS];
+    auto look = [&](int first) {
+#pragma unroll
+      for (int k = 0; k < RESCORE_QUADS; k++) {
+        int at = first + k * 4 + lane / PIECES;
+        pieces[k] = at < n_found ? __ldcg(bounds + block_of(found[at]) * PIECES + lane % PIECES) : float2{NAN, NAN};
+      }
+    };
+    if (n_found) {
+      look(0);
+      score.load(*this);
+    }
+    for (int first = 0; first < n_found; first += RESCORE_QUADS * 4) {
+      if (first) look(first);
+#pragma unroll
+      for (int k = 0; k < RESCORE_QUADS; k++) {
+        int i = found[min(first + k * 4 + lane / PIECES, n_found - 1)];
+        float least = limit(i);
+        bool full = pieces[k].y >= least, single = pieces[k].x >= least && !full;
+        uint32_t entry =
+            (uint32_t)i << 8 | (uint32_t)(lane % PIECES) << 4 | (__float_as_uint(pieces[k].x) & (PIECE_TOKENS - 1));
+        uint32_t singles = __ballot_sync(~0u, single), fulls = __ballot_sync(~0u, full);
+        if (single) list[n_list + __popc(singles & below)] = entry;
+        n_list += __popc(singles);
+        if (full)
+          for (int j = 0; j < PIECE_TOKENS; j++)
+            list[n_list + __popc(fulls & below) * PIECE_TOKENS + j] = (entry & ~15u) | (uint32_t)j;
+        n_list += __popc(fulls) * PIECE_TOKENS;
+        if (n_list > RESCORE_LIST - 32 * PIECE_TOKENS) {
+          __syncwarp();
+          score.score(*this, list, n_list);
+          __syncwarp();
+          n_scored += n_list;
+          n_list = 0;
+        }
+      }
+    }
+    __syncwarp();
+    if (n_list) score.score(*this, list, n_list);
+    n_scored += n_list;
+    TRACE(1, 6);
+    if (args.rescored && lane == 0)
+      atomicAdd(reinterpret_cast<unsigned long long *>(args.rescored), (unsigned long long)n_scored);
     if (bad != 0) *args.not_finite = 1;
-    if (tid == 0 && args.rescored) atomicAdd(reinterpret_cast<unsigned long long *>(args.rescored), s.n_tokens);
+    __syncthreads();
+    TRACE(1, 7);
+  }
+
+  __device__ uint64_t key_of_block(int i) const {
+    return (uint64_t)s.score[i] << 32 | (uint32_t)~block_of(i);
+  }
+
+  // The room largest keys of this thread block's blocks, as far as there are, in keys: how many.
+  __device__ int best_blocks(const uint64_t *&keys) {
+    int tid = threadIdx.x, n = s.n_candidates;
+    if (n <= RESCORE_CANDIDATES) {
+      for (int i = tid; i < n; i += RESCORE_THREADS) s.candidate[i] = key_of_block((int)s.candidates[i]);
+      __syncthreads();
+      keys = s.candidate;
+      if (n <= TOP_K) return n;
+      rank_largest(s.candidate, n, room, s.chosen);
+    } else {
+      // Some at a time, with the best so far.
+      constexpr int STEP = RESCORE_CANDIDATES - TOP_K;
+      if (tid < TOP_K) s.chosen[tid] = 0;
+      for (int first = 0; first < mine; first += STEP) {
+        __syncthreads();
+        if (tid == 0) s.n_candidates = 0;
+        __syncthreads();
+        if (tid < TOP_K && s.chosen[tid]) s.candidate[atomicAdd(&s.n_candidates, 1)] = s.chosen[tid];
+        for (int i = first + tid; i < min(first + STEP, mine); i += RESCORE_THREADS)
+          if (s.score[i]) s.candidate[atomicAdd(&s.n_candidates, 1)] = key_of_block(i);
+        __syncthreads();
+        rank_largest(s.candidate, s.n_candidates, room, s.chosen);
+      }
+    }
+    keys = s.chosen;
+    return room;
+  }
+
+  // The list of n keys, by all threads. Few are one warp's work.
+  __device__ void list_of(const uint64_t *keys, int n, int32_t *list) {
+    int tid = threadIdx.x;
+    if (n > 32) {
+      rank_largest(keys, n, room, s.chosen);
+      keys = s.chosen;
+      n = room;
+    }
+    if (tid < 32) {
+      if (tid < room) list[tid] = tid;  // where too few scores are numbers
+      __syncwarp();
+      uint64_t key = tid < n ? keys[tid] : 0;
+      int above = 0, at = 0;
+      for (int j = 0; j < n; j++) above += __shfl_sync(~0u, (unsigned long long)key, j) > key;
+      uint32_t taken = __ballot_sync(~0u, tid < n && above < room);
+      for (int j = 0; j < n; j++)
+        at += topk_id(__shfl_sync(~0u, (unsigned long long)key, j)) < topk_id(key) && (taken >> j & 1);
+      if (taken >> tid & 1) list[at] = topk_id(key);
+      if (tid >= room && tid < TOP_K) list[tid] = competing + tid - room;
+    }
+    __syncthreads();
+  }
+
+  // list[16] gets the list, in all thread blocks of the cluster.
+  __device__ void choose(int32_t *list) {
+    int tid = threadIdx.x;
+    switch (args.index_type) {
+      case M3_TYPE_BF16: score_blocks<__nv_bfloat16>(); break;
+      case M3_TYPE_F16: score_blocks<__half>(); break;
+      default: score_blocks<float>();
+    }
     if (n_blocks <= TOP_K) {
       if (tid < TOP_K) list[tid] = tid < n_blocks ? tid : -1;
       __syncthreads();
       return;
     }
-    best_blocks(CLUSTER == 1 ? s.final : chosen);
+    const uint64_t *keys;
+    int n = best_blocks(keys);
+    TRACE(1, 8);
     if constexpr (CLUSTER > 1) {
-      if (tid == 0) s.n_candidates = 0;
+      for (int i = tid; i < n * CLUSTER; i += RESCORE_THREADS)
+        cluster_store(&s.gathered[rank * TOP_K + i / CLUSTER], i % CLUSTER, keys[i / CLUSTER]);
+      if (tid < CLUSTER) cluster_store(&s.n_gathered[rank], tid, n);
       cluster_sync();
-      for (int i = tid; i < CLUSTER * TOP_K; i += RESCORE_THREADS) {
-        uint64_t key = cluster_load(&chosen[i % TOP_K], i / TOP_K);
-        if (key) s.candidate[atomicAdd(&s.n_candidates, 1)] = key;
-      }
+      for (int i = tid; i < CLUSTER * TOP_K; i += RESCORE_THREADS)
+        if (i % TOP_K < s.n_gathered[i / TOP_K]) s.candidate[atomicAdd(&s.n_all, 1)] = s.gathered[i];
       __syncthreads();
-      rank_largest(s.candidate, s.n_candidates, room, s.final);
+      keys = s.candidate;
+      n = s.n_all;
     }
-    if (tid < room) {
-      uint64_t key = s.final[tid];
-      int at = 0;
-#pragma unroll
-      for (int j = 0; j < TOP_K; j++) at += j < room && topk_id(s.final[j]) < topk_id(key);
-      list[at] = topk_id(key);
-    } else if (tid < TOP_K) {
-      list[tid] = competing + tid - room;
-    }
-    __syncthreads();
+    TRACE(1, 9);
+    list_of(keys, n, list);
   }
 };
 
