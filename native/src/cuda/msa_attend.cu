@@ -373,13 +373,14 @@ m3_msa_result launch_listed(const attend_args &args, cudaStream_t stream) {
     case 16: return launch(attend_kernel<T, 16, MODE>, args, shape(16), stream);
     case 8: return launch(attend_kernel<T, 8, MODE>, args, shape(8), stream);
   }
-  if constexpr (MODE == RESCORED) return M3_MSA_REFUSED;  // the caller has few rows
+  if constexpr (MODE == RESCORED)
+    return M3_MSA_REFUSED;  // the caller has few rows
   else
-  switch (cluster_for(pairs)) {
-    case 4: return launch(attend_kernel<T, 4, MODE>, args, shape(4), stream);
-    case 2: return launch(attend_kernel<T, 2, MODE>, args, shape(2), stream);
-    default: return launch(attend_kernel<T, 1, MODE>, args, shape(1), stream);
-  }
+    switch (cluster_for(pairs)) {
+      case 4: return launch(attend_kernel<T, 4, MODE>, args, shape(4), stream);
+      case 2: return launch(attend_kernel<T, 2, MODE>, args, shape(2), stream);
+      default: return launch(attend_kernel<T, 1, MODE>, args, shape(1), stream);
+    }
 }
 
 template <attend_mode MODE>

@@ -1,5 +1,5 @@
-// Decode scan of low-bit index keys: upper bounds of scores for the pieces of every block, and for each thread block one
-// lower bound of the score of a block.
+// Decode scan of low-bit index keys: upper bounds of scores for the pieces of every block, and for each thread block
+// one lower bound of the score of a block.
 #ifndef M3_SRC_CUDA_MSA_BOUNDS_CUH
 #define M3_SRC_CUDA_MSA_BOUNDS_CUH
 
@@ -17,15 +17,13 @@ constexpr int BOUNDS_WARPS = 4, BOUNDS_THREADS = BOUNDS_WARPS * 32, BOUNDS_STAGE
 template <int BITS>
 __device__ __forceinline__ void mma_codes(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   if constexpr (BITS == 4)
-    asm volatile(
-        "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   else
-    asm volatile(
-        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // Four numbers of an index key, read past L1.
@@ -84,8 +82,8 @@ __device__ __forceinline__ void code_queries(const float *q, int given, int n, c
   }
 }
 
-// Queries of ROWS rows in the tensor core's columns: 2 h and 2 h + 1 are the digits of head h, and its sums are those of
-// lanes t = h.
+// Queries of ROWS rows in the tensor core's columns: 2 h and 2 h + 1 are the digits of head h, and its sums are those
+// of lanes t = h.
 template <int ROWS>
 struct bounds_query {
   uint32_t b[ROWS][4][2];
@@ -138,7 +136,6 @@ __global__ void __launch_bounds__(BOUNDS_THREADS) bounds_kernel(const __grid_con
   __shared__ int32_t last[BOUNDS_SEQUENCES * 4], start[BOUNDS_SEQUENCES + 1];
   int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3;
   int per = args.rows.per_sequence, n_seq = args.rows.n / per, stages = args.stages;
-  TRACE(0, 0);
   launch_next();
   if (tid < BOUNDS_WARPS * BOUNDS_STAGES) barrier_init(&full[0][0] + tid, 1);
   barrier_init_done();
@@ -195,16 +192,13 @@ __global__ void __launch_bounds__(BOUNDS_THREADS) bounds_kernel(const __grid_con
                 layout::CHUNK_BYTES, &full[warp][stage]);
     }
   };
-  TRACE(0, 1);
   int early = 0;
   for (; early < stages && early < n_loads; early++) {
     find(early);
     if (!(settled >> early / layout::LOADS & 1)) break;
     issue(early);
   }
-  TRACE(0, 2);
   wait_previous();
-  TRACE(0, 3);
   for (; early < stages && early < n_loads; early++) issue(early);
   for (int i = tid; i < args.rows.n * HEADS; i += BOUNDS_THREADS) {
     int s = i / (per * HEADS);
@@ -219,7 +213,6 @@ __global__ void __launch_bounds__(BOUNDS_THREADS) bounds_kernel(const __grid_con
     code_queries(args.q + (int64_t)seq * per * HEADS * DIM, per * HEADS, ROWS * HEADS, coded);
     __syncthreads();
     q.load(coded);
-    TRACE(0, 4);
     int32_t seen[ROWS];
     float best[ROWS];
     uint32_t best_at[ROWS];
@@ -305,7 +298,6 @@ __global__ void __launch_bounds__(BOUNDS_THREADS) bounds_kernel(const __grid_con
         }
       }
     }
-    TRACE(0, 5);
     // One seed of the thread block for each query: the largest lower bound, and the exact score of that token.
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
@@ -315,7 +307,6 @@ __global__ void __launch_bounds__(BOUNDS_THREADS) bounds_kernel(const __grid_con
       if (g == 0) best_of_warp[warp][r * HEADS + t] = most;
     }
     __syncthreads();
-    TRACE(0, 6);
     for (int i = warp; i < per * HEADS; i += BOUNDS_WARPS) {
       uint64_t most = best_of_warp[0][i];
 #pragma unroll
@@ -341,7 +332,6 @@ __global__ void __launch_bounds__(BOUNDS_THREADS) bounds_kernel(const __grid_con
       if (lane == 0) args.seeds[pair * gridDim.x + blockIdx.x] = seed;
     }
     __syncthreads();
-    TRACE(0, 7);
   }
 #endif
 }

@@ -121,16 +121,12 @@ __global__ void __launch_bounds__(RESCORE_THREADS) choose_kernel(const __grid_co
   __shared__ int32_t list[TOP_K];
   int pair = blockIdx.x / CLUSTER, rank = blockIdx.x % CLUSTER;
   launch_next();
-  TRACE(1, 0);
   if (CLUSTER > 1) cluster_arrive();
   rescore<CLUSTER> choice(args.rescored, *reinterpret_cast<rescore_buffer<CLUSTER> *>(memory), pair, rank);
   if (CLUSTER > 1) cluster_wait();
-  TRACE(1, 1);
   wait_previous();
-  TRACE(1, 2);
   choice.choose(list);
   if (rank == 0 && threadIdx.x < TOP_K) args.blocks[pair * TOP_K + threadIdx.x] = list[threadIdx.x];
-  TRACE(1, 10);
 #endif
 }
 
@@ -158,15 +154,6 @@ m3_msa_result launch_rows(const bounds_args &args, int grid, cudaStream_t stream
 
 bool type_taken(int32_t type) { return type == M3_TYPE_BF16 || type == M3_TYPE_F16 || type == M3_TYPE_F32; }
 
-#ifdef M3_MSA_TUNE
-int tuned(const char *name, int value) {
-  const char *x = getenv(name);
-  return x ? atoi(x) : value;
-}
-#else
-int tuned(const char *, int value) { return value; }
-#endif
-
 }  // namespace
 
 m3_msa_result bounds(const m3_msa_low_bit &p, rescore_args *next, cudaStream_t stream) {
@@ -176,7 +163,7 @@ m3_msa_result bounds(const m3_msa_low_bit &p, rescore_args *next, cudaStream_t s
       rows.n / rows.per_sequence > BOUNDS_SEQUENCES || !type_taken(p.select.index_type) || (p.bits != 4 && p.bits != 8))
     return M3_MSA_REFUSED;
   int64_t blocks = (int64_t)rows.n / rows.per_sequence * rows.max_blocks;
-  int64_t grid = (int64_t)multiprocessors * tuned("BOUNDS_EACH", 3);
+  int64_t grid = (int64_t)multiprocessors * 3;
   if (grid > MOST_SEEDS) grid = MOST_SEEDS;
   if (grid > blocks) grid = blocks;
   piece_bounds *of_pieces = static_cast<piece_bounds *>(p.select.work);
@@ -185,7 +172,6 @@ m3_msa_result bounds(const m3_msa_low_bit &p, rescore_args *next, cudaStream_t s
   // One load a warp leaves room for the next kernel to start early.
   int loads = p.bits == 4 ? 1 : 2;
   int stages = blocks * loads <= grid * BOUNDS_WARPS ? 1 : BOUNDS_STAGES;
-  stages = tuned("BOUNDS_STAGES", stages);
   bounds_args args = {rows,
                       static_cast<const char *>(p.pages),
                       p.select.index,
@@ -196,7 +182,7 @@ m3_msa_result bounds(const m3_msa_low_bit &p, rescore_args *next, cudaStream_t s
                       seeds,
                       p.select.shape.local_blocks,
                       stages,
-                      (bool)tuned("EXACT_SEEDS", p.bits == 4)};
+                      p.bits == 4};
   *next = {rows,  p.select.index, p.select.index_type,         p.select.index_q,    of_pieces, of_blocks,
            seeds, (int32_t)grid,  p.select.shape.local_blocks, p.select.not_finite, p.rescored};
   return p.bits == 4 ? launch_rows<4>(args, (int)grid, stream) : launch_rows<8>(args, (int)grid, stream);
@@ -215,7 +201,9 @@ m3_msa_result choose_rescored(const rescore_args &rescored, int32_t *blocks, cud
 
 using namespace m3_msa;
 
-int64_t m3_msa_low_bit_page_bytes(int32_t bits) { return bits == 4 ? low_bit_layout<4>::PAGE : low_bit_layout<8>::PAGE; }
+int64_t m3_msa_low_bit_page_bytes(int32_t bits) {
+  return bits == 4 ? low_bit_layout<4>::PAGE : low_bit_layout<8>::PAGE;
+}
 
 m3_msa_result m3_msa_low_bit_store(const m3_msa_low_bit_store_params *p, cudaStream_t stream) {
   if (!hopper_multiprocessors() || p->n < 1 || !type_taken(p->index_type) || (p->bits != 4 && p->bits != 8))
@@ -233,10 +221,5 @@ size_t m3_msa_low_bit_work_bytes(int32_t n_rows, int64_t max_blocks) {
 m3_msa_result m3_msa_low_bit_select(const m3_msa_low_bit *p, cudaStream_t stream) {
   rescore_args rescored;
   m3_msa_result result = bounds(*p, &rescored, stream);
-  if (tuned("ONLY_BOUNDS", 0)) return result;
   return result == M3_MSA_LAUNCHED ? choose_rescored(rescored, p->select.blocks, stream) : result;
 }
-
-#ifdef M3_MSA_TRACE
-void m3_trace_to(unsigned long long *p) { cudaMemcpyToSymbol(m3_trace_at, &p, sizeof p); }
-#endif

@@ -26,7 +26,7 @@ struct rescore_buffer {
   uint64_t gathered[CLUSTER * TOP_K];  // of the thread blocks of the cluster
   float q[HEADS * DIM], seed[RESCORE_THREADS];
   float warp_tau[RESCORE_WARPS];
-  uint32_t list[RESCORE_WARPS][RESCORE_LIST];    // block of this thread block << 8 | piece << 4 | token of the piece
+  uint32_t list[RESCORE_WARPS][RESCORE_LIST];  // block of this thread block << 8 | piece << 4 | token of the piece
   uint16_t block[RESCORE_WARPS][MINE / RESCORE_WARPS];
   uint32_t score[MINE];  // `ordered`, 0: none
   int32_t page[PAGES];
@@ -179,8 +179,7 @@ struct rescore {
                                                          r.key_of(list[min(i + j, n - 1)]) * DIM * 4) +
                         lane);
 #pragma unroll
-        for (int j = 0; j < EACH; j++)
-          v[j] = fmaf(x.w, k[j].w, fmaf(x.z, k[j].z, fmaf(x.y, k[j].y, x.x * k[j].x)));
+        for (int j = 0; j < EACH; j++) v[j] = fmaf(x.w, k[j].w, fmaf(x.z, k[j].z, fmaf(x.y, k[j].y, x.x * k[j].x)));
 #pragma unroll
         for (int o = 16; o >= 1; o /= 2)
 #pragma unroll
@@ -221,9 +220,7 @@ struct rescore {
         *reinterpret_cast<float4 *>(s.q + tid * 4) = q;
 #pragma unroll
         for (int j = 0; j < MOST_SEEDS / RESCORE_THREADS; j++) seed = fmaxf(seed, seeds[j]);
-        TRACE(1, 3);
         find_threshold(seed);
-        TRACE(1, 4);
       }
 #pragma unroll
       for (int k = 0; k < RESCORE_LOADS; k++) {
@@ -234,7 +231,6 @@ struct rescore {
       }
     }
     __syncwarp();
-    TRACE(1, 5);
     scorer<Key> score;
     piece_bounds pieces[RESCORE_QUADS];
     auto look = [&](int first) {
@@ -276,17 +272,13 @@ struct rescore {
     __syncwarp();
     if (n_list) score.score(*this, list, n_list);
     n_scored += n_list;
-    TRACE(1, 6);
     if (args.rescored && lane == 0)
       atomicAdd(reinterpret_cast<unsigned long long *>(args.rescored), (unsigned long long)n_scored);
     if (bad != 0) *args.not_finite = 1;
     __syncthreads();
-    TRACE(1, 7);
   }
 
-  __device__ uint64_t key_of_block(int i) const {
-    return (uint64_t)s.score[i] << 32 | (uint32_t)~block_of(i);
-  }
+  __device__ uint64_t key_of_block(int i) const { return (uint64_t)s.score[i] << 32 | (uint32_t)~block_of(i); }
 
   // The room largest keys of this thread block's blocks, as far as there are, in keys: how many.
   __device__ int best_blocks(const uint64_t *&keys) {
@@ -354,7 +346,6 @@ struct rescore {
     }
     const uint64_t *keys;
     int n = best_blocks(keys);
-    TRACE(1, 8);
     if constexpr (CLUSTER > 1) {
       for (int i = tid; i < n * CLUSTER; i += RESCORE_THREADS)
         cluster_store(&s.gathered[rank * TOP_K + i / CLUSTER], i % CLUSTER, keys[i / CLUSTER]);
@@ -366,7 +357,6 @@ struct rescore {
       keys = s.candidate;
       n = s.n_all;
     }
-    TRACE(1, 9);
     list_of(keys, n, list);
   }
 };

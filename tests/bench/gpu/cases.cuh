@@ -103,8 +103,8 @@ struct typed {
   }
 };
 
-// EQUAL: all keys are one; NEAR: but for their last bits; SCALES: of lengths from 1e-30 to 1e20; SPIKES: one channel holds
-// most of a key.
+// EQUAL: all keys are one; NEAR: but for their last bits; SCALES: of lengths from 1e-30 to 1e20; SPIKES: one channel
+// holds most of a key.
 enum key_kind { RANDOM, CLUSTERED, INTEGERS, ZEROS, OUTLIERS, EQUAL, NEAR, SCALES, SPIKES, KINDS };
 static const char *const KIND_NAMES[KINDS] = {"random", "clustered", "integers", "zeros", "outliers",
                                               "equal",  "near",      "scales",   "spikes"};

@@ -21,8 +21,8 @@ device_array<char> copies_of(const paged_case &c, const device_case &d, int bits
   device_array<int64_t> poss(pos);
   device_array<char> pages(c.n_pages * m3_msa_low_bit_page_bytes(bits));
   pages.poison();
-  m3_msa_low_bit_store_params p = {(int32_t)pos.size(), bits,         seqs.p, poss.p, d.tables.p,
-                                   d.index.p,           c.index_type, pages.p};
+  m3_msa_low_bit_store_params p = {(int32_t)pos.size(), bits,      seqs.p,       poss.p,
+                                   d.tables.p,          d.index.p, c.index_type, pages.p};
   LAUNCHED(m3_msa_low_bit_store(&p, 0));
   CUDA(cudaDeviceSynchronize());
   return pages;
@@ -90,8 +90,8 @@ bool one(const low_bit_case &x) {
   m3_msa_shape shape = SHAPE;
   shape.local_blocks = x.local;
   device_array<int32_t> exact(lists), flag(1);
-  device_array<char> work(std::max(m3_msa_select_bytes(c.n(), d.rows.max_blocks),
-                                   m3_msa_low_bit_work_bytes(c.n(), d.rows.max_blocks)));
+  device_array<char> work(
+      std::max(m3_msa_select_bytes(c.n(), d.rows.max_blocks), m3_msa_low_bit_work_bytes(c.n(), d.rows.max_blocks)));
   device_array<float> out(c.n() * N_HEAD * DIM), out2(c.n() * N_HEAD * DIM);
   CUDA(cudaMemset(flag.p, 0, 4));
   work.poison();
@@ -170,7 +170,8 @@ bool not_finite(int what, int index_type, int64_t length) {
     LAUNCHED(m3_msa_low_bit_select(&l, 0));
     CUDA(cudaDeviceSynchronize());
     bool told = flag.host()[0] == 1;
-    if (!told) printf("not finite, case %d, %s, %ld tokens, %d bits: FAILED\n", what, type_name(index_type), (long)length, bits);
+    if (!told)
+      printf("not finite, case %d, %s, %ld tokens, %d bits: FAILED\n", what, type_name(index_type), (long)length, bits);
     good &= told;
   }
   return good;
@@ -184,7 +185,7 @@ bool check_low_bit() {
   good &= one({RANDOM, {1}, 1, BF, BF, 1, 0});
   good &= one({RANDOM, {2047, 130}, 1, FL, BF, 1, 0});
   good &= one({RANDOM, {2177, 5000, 128}, 1, HF, BF, 1, 0});
-  if (getenv("FEW")) {
+  if (getenv("FEW")) {  // for compute-sanitizer
     good &= one({CLUSTERED, {5001, 3333}, 2, BF, HF, 2, 100});
     good &= one({RANDOM, {9001}, 4, FL, BF, 1, 0});
     good &= not_finite(3, HF, 3000);
@@ -203,8 +204,13 @@ bool check_low_bit() {
   good &= one({ZEROS, {150001}, 1, FL, FL, 1, 0});
   good &= one({CLUSTERED, {140000}, 3, FL, FL, 1, 0});
   good &= one({RANDOM, {60000, 300, 40000, 20000}, 4, BF, FL, 1, 0});
-  good &= one({RANDOM, {2600, 2500, 2400, 2300, 2200, 2100, 2000, 1900, 1800, 1700, 100, 200, 300, 400, 2900, 3000},
-               1, BF, BF, 1, 0});
+  good &= one({RANDOM,
+               {2600, 2500, 2400, 2300, 2200, 2100, 2000, 1900, 1800, 1700, 100, 200, 300, 400, 2900, 3000},
+               1,
+               BF,
+               BF,
+               1,
+               0});
   for (int type : {BF, FL})
     for (int what = 0; what < 5; what++) good &= not_finite(what, type, 6000) && not_finite(what, type, 700);
   return good;

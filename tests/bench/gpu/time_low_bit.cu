@@ -4,10 +4,6 @@
 #include "checks.h"
 #include "timing.cuh"
 
-#ifdef M3_MSA_TRACE
-void m3_trace_to(unsigned long long *p);
-#endif
-
 namespace {
 
 // Keys around a mean that they share, as keys of trained models have one: `bias` times as long as what differs.
@@ -46,8 +42,8 @@ struct pool {
     device_array<int64_t> pos(poss);
     device_array<const int32_t *> tables(std::vector<const int32_t *>{page.p});
     for (int i = 0; i < 2; i++) {
-      m3_msa_low_bit_store_params p = {(int32_t)poss.size(), 4 + 4 * i,  seq.p,   pos.p, tables.p,
-                                       index.p,              index_type, low[i].p};
+      m3_msa_low_bit_store_params p = {(int32_t)poss.size(), 4 + 4 * i, seq.p, pos.p, tables.p, index.p,
+                                       index_type,           low[i].p};
       LAUNCHED(m3_msa_low_bit_store(&p, 0));
     }
     CUDA(cudaDeviceSynchronize());
@@ -94,7 +90,7 @@ void one(const pool &memory, int64_t context, int batch, int per, bool dense, FI
   auto attend = [&](int i) {
     return m3_msa_attend{SHAPE, rows, cache(memory.k, i), cache(memory.v, i), M3_TYPE_BF16, q.p, blocks.p, out.p};
   };
-  std::string index = std::string(type_name(memory.index_type)) + (memory.bias ? ", biased" : "");
+  std::string index = std::string(type_name(memory.index_type)) + (memory.bias ? " biased" : "");
   auto show = [&](const char *name, double bytes, double share, float us) {
     printf("%-14s %-12s %8ld x%-3d rows %d %9.2f us %7.3f TB/s", name, index.c_str(), (long)context, batch, per, us,
            bytes / us / 1e6);
@@ -137,40 +133,6 @@ void one(const pool &memory, int64_t context, int batch, int per, bool dense, FI
            LAUNCHED(m3_msa_low_bit_decode(&l, &a, s));
          }));
   }
-#ifdef M3_MSA_TRACE
-  for (int bits = 4; bits <= 8; bits += 4) {
-    device_array<unsigned long long> trace(2 * 1024 * 32);
-    CUDA(cudaMemset(trace.p, 0, trace.n * 8));
-    m3_trace_to(trace.p);
-    for (int i = 0; i < 6; i++) {
-      auto l = low(i, bits, nullptr);
-      LAUNCHED(m3_msa_low_bit_select(&l, 0));
-    }
-    CUDA(cudaDeviceSynchronize());
-    m3_trace_to(nullptr);
-    auto x = trace.host();
-    unsigned long long zero = ~0ull;
-    for (int b = 0; b < 1024; b++)
-      if (x[b * 32]) zero = std::min(zero, x[b * 32 + 16]);
-    for (int kernel = 0; kernel < 2; kernel++) {
-      printf("  trace %d bits kernel %d:", bits, kernel);
-      unsigned long long first = ~0ull, last = 0;
-      for (int i = 0; i < 11; i++) {
-        std::vector<double> each;
-        for (int b = 0; b < 1024; b++) {
-          auto *at = &x[(kernel * 1024 + b) * 32];
-          if (!at[0]) continue;
-          for (int j = 0; j < 11; j++)
-            if (at[16 + j]) first = std::min(first, at[16 + j]), last = std::max(last, at[16 + j]);
-          if (at[i]) each.push_back((double)(at[i] - at[0]) / 1755);
-        }
-        std::sort(each.begin(), each.end());
-        if (!each.empty()) printf(" [%d] %.2f..%.2f", i, each[each.size() / 2], each.back());
-      }
-      printf("; from %.2f to %.2f us\n", (double)(long long)(first - zero) / 1000, (double)(long long)(last - zero) / 1000);
-    }
-  }
-#endif
   if (dense)
     show("dense", (double)context * HEADS * DIM * 4 * n, 0, graph_us(calls, [&](int i, cudaStream_t s) {
            auto a = attend(i);
@@ -184,11 +146,6 @@ void time_low_bit(FILE *csv) {
   for (int type : {M3_TYPE_BF16, M3_TYPE_F32})
     for (float bias : {0.0f, 1.0f}) {
       pool memory(32768, type, bias);
-#ifdef M3_MSA_TRACE
-      if (bias || type != M3_TYPE_BF16) continue;
-      for (int64_t context : {32768, 131072, 1048576}) one(memory, context, 1, 1, false, csv);
-      continue;
-#endif
       for (int64_t context : {32768, 65536, 131072, 262144, 524288, 1048576})
         one(memory, context, 1, 1, type == M3_TYPE_BF16 && !bias, csv);
       one(memory, 131072, 1, 4, false, csv);
