@@ -306,8 +306,8 @@ clean:
 
 # ------------------------------------------------------------------------------------------------ MSA kernels on a GPU
 
-# The check and timing program of the MSA kernels, for compute capability 9.0: build/gpu/msa [check] [check-low-bit] [check-prefill] [time]
-# [time-low-bit] [time-prefill].
+# The check and timing program of the MSA kernels, for compute capability 9.0: build/gpu/msa [check] [check-low-bit]
+# [check-prefill] [time] [time-low-bit] [time-prefill].
 NVCC ?= nvcc
 MSA_OBJECTS := $(patsubst native/src/cuda/%.cu,build/gpu/%.o,$(wildcard native/src/cuda/msa_*.cu)) \
   $(patsubst tests/bench/gpu/%.cu,build/gpu/bench_%.o,$(wildcard tests/bench/gpu/*.cu))
