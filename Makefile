@@ -226,12 +226,12 @@ lint: install
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	$(VENV)/bin/clang-format --dry-run --Werror $(SOURCES) $(HEADERS) $(CUDA_SOURCES) $(CUDA_HEADERS) $(wildcard tests/native/*.c tests/bench/*.c) $(C_TEST_HEADERS)
+	$(VENV)/bin/clang-format --dry-run --Werror $(SOURCES) $(HEADERS) $(CUDA_SOURCES) $(CUDA_HEADERS) $(wildcard tests/native/*.c tests/bench/*.c tests/bench/gpu/*.cu tests/bench/gpu/*.cuh tests/bench/gpu/*.h) $(C_TEST_HEADERS)
 
 format: install
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/ruff check --fix .
-	$(VENV)/bin/clang-format -i $(SOURCES) $(HEADERS) $(CUDA_SOURCES) $(CUDA_HEADERS) $(wildcard tests/native/*.c tests/bench/*.c) $(C_TEST_HEADERS)
+	$(VENV)/bin/clang-format -i $(SOURCES) $(HEADERS) $(CUDA_SOURCES) $(CUDA_HEADERS) $(wildcard tests/native/*.c tests/bench/*.c tests/bench/gpu/*.cu tests/bench/gpu/*.cuh tests/bench/gpu/*.h) $(C_TEST_HEADERS)
 
 # ------------------------------------------------------------------------------------------------ references
 
@@ -307,7 +307,8 @@ clean:
 
 # ------------------------------------------------------------------------------------------------ MSA kernels on a GPU
 
-# The check and timing program of the MSA kernels, for compute capability 9.0: build/gpu/msa [check] [check-prefill] [time] [time-prefill].
+# The check and timing program of the MSA kernels, for compute capability 9.0: build/gpu/msa [check] [check-low-bit]
+# [check-prefill] [time] [time-low-bit] [time-prefill].
 NVCC ?= nvcc
 MSA_OBJECTS := $(patsubst native/src/cuda/%.cu,build/gpu/%.o,$(wildcard native/src/cuda/msa_*.cu)) \
   $(patsubst tests/bench/gpu/%.cu,build/gpu/bench_%.o,$(wildcard tests/bench/gpu/*.cu))

@@ -2,7 +2,9 @@
 // are the rows of a tensor core tile, and the parts meet in shared memory by their log-sum-exp.
 #include <math.h>
 
+#include "msa_bounds.cuh"
 #include "msa_launch.cuh"
+#include "msa_rescore.cuh"
 #include "msa_select.cuh"
 #include "msa_topk.cuh"
 
@@ -18,7 +20,7 @@ constexpr int DENSE_PARTS = 64;                             // at most, of a (ro
 // Thread blocks for each of so many (row, KV head): enough to fill the device, no more, as each reads alone.
 int cluster_for(int pairs) { return pairs <= 4 ? 16 : pairs <= 16 ? 8 : pairs <= 64 ? 4 : pairs <= 256 ? 2 : 1; }
 
-enum attend_mode { LISTED, CHOSEN, DENSE };
+enum attend_mode { LISTED, CHOSEN, RESCORED, DENSE };
 
 struct attend_args {
   m3_msa_rows rows;
@@ -28,7 +30,8 @@ struct attend_args {
   const float *scores;  // CHOSEN
   int64_t stride;
   int32_t local;
-  int32_t *blocks;  // CHOSEN: out
+  rescore_args rescored;  // RESCORED
+  int32_t *blocks;        // CHOSEN, RESCORED: out
   float *out;
   float *part;  // DENSE: out, [n, HEADS, DENSE_PARTS] of dense_part
 };
@@ -43,6 +46,7 @@ struct alignas(1024) attend_buffer {
       char k[PAGE_BYTES], v[PAGE_BYTES];
     };
     topk_buffer topk;
+    rescore_buffer<8> rescore;  // of clusters of 8 or more
   };
   float acc[GROUP][DIM];  // of the heads that this thread block combines, [cluster, heads]
   float2 state[GROUP];    // their maximum and sum
@@ -110,9 +114,19 @@ __global__ void __launch_bounds__(THREADS) attend_kernel(const __grid_constant__
   int64_t pos = __ldcg(args.rows.pos + row);
   const int32_t *table = args.rows.tables[__ldcg(args.rows.seq + row)];
   int n_blocks = (int)(pos / BLOCK) + 1;
-  wait_previous();
   query_rows query;
-  query.load(args.q + (int64_t)pair * GROUP * DIM);
+  auto begin = [&] {
+    wait_previous();
+    query.load(args.q + (int64_t)pair * GROUP * DIM);
+  };
+  if constexpr (MODE == RESCORED) {
+    rescore<CLUSTER> choice(args.rescored, reinterpret_cast<rescore_buffer<CLUSTER> &>(s.rescore), pair, rank);
+    cluster_wait();
+    begin();
+    choice.choose(s.list);
+  } else {
+    begin();
+  }
   int first, n;  // of the list, of the sequence if DENSE
   if (MODE == DENSE) {
     int each = (n_blocks + gridDim.y - 1) / gridDim.y;
@@ -122,11 +136,11 @@ __global__ void __launch_bounds__(THREADS) attend_kernel(const __grid_constant__
     if (MODE == CHOSEN) {
       const float *scores = args.scores + pair * args.stride;
       choose_blocks<1>(scores, n_blocks, args.local, s.topk, s.list);
-      if (rank == 0 && tid < TOP_K) args.blocks[pair * TOP_K + tid] = s.list[tid];
-    } else {
+    } else if (MODE == LISTED) {
       if (tid < TOP_K) s.list[tid] = __ldcg(args.list + pair * TOP_K + tid);
       __syncthreads();
     }
+    if (MODE != LISTED && rank == 0 && tid < TOP_K) args.blocks[pair * TOP_K + tid] = s.list[tid];
     first = rank * (TOP_K / CLUSTER);
     n = 0;
     while (n < TOP_K / CLUSTER && s.list[first + n] >= 0) n++;
@@ -290,7 +304,7 @@ __global__ void __launch_bounds__(THREADS) attend_kernel(const __grid_constant__
   } else {
     // Each thread block combines some heads, which all send it.
     constexpr int MINE = GROUP / CLUSTER;
-    cluster_wait();
+    if (MODE != RESCORED) cluster_wait();
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       int h = g + half * 8, to = h / MINE, at = rank * MINE + h % MINE;
@@ -358,10 +372,15 @@ m3_msa_result launch_listed(const attend_args &args, cudaStream_t stream) {
   switch (cluster_for(pairs)) {
     case 16: return launch(attend_kernel<T, 16, MODE>, args, shape(16), stream);
     case 8: return launch(attend_kernel<T, 8, MODE>, args, shape(8), stream);
-    case 4: return launch(attend_kernel<T, 4, MODE>, args, shape(4), stream);
-    case 2: return launch(attend_kernel<T, 2, MODE>, args, shape(2), stream);
-    default: return launch(attend_kernel<T, 1, MODE>, args, shape(1), stream);
   }
+  if constexpr (MODE == RESCORED)
+    return M3_MSA_REFUSED;  // the caller has few rows
+  else
+    switch (cluster_for(pairs)) {
+      case 4: return launch(attend_kernel<T, 4, MODE>, args, shape(4), stream);
+      case 2: return launch(attend_kernel<T, 2, MODE>, args, shape(2), stream);
+      default: return launch(attend_kernel<T, 1, MODE>, args, shape(1), stream);
+    }
 }
 
 template <attend_mode MODE>
@@ -430,6 +449,22 @@ size_t m3_msa_dense_bytes(int32_t n_rows) {
   int multiprocessors = hopper_multiprocessors(), pairs = n_rows * HEADS;
   if (!multiprocessors) return 0;
   return (size_t)(pairs > 2 * multiprocessors ? pairs : 2 * multiprocessors) * sizeof(dense_part);
+}
+
+m3_msa_result m3_msa_low_bit_decode(const m3_msa_low_bit *p, const m3_msa_attend *a, cudaStream_t stream) {
+  attend_args args;
+  if (!attend_taken(*a)) return M3_MSA_REFUSED;
+  if (!make_args(*a, args)) return M3_MSA_FAILED;
+  m3_msa_result result = bounds(*p, &args.rescored, stream);
+  if (result != M3_MSA_LAUNCHED) return result;
+  if (cluster_for(p->select.rows.n * HEADS) < 8) {
+    result = choose_rescored(args.rescored, p->select.blocks, stream);
+    if (result != M3_MSA_LAUNCHED) return result;
+    args.list = p->select.blocks;
+    return launch_typed<LISTED>(a->kv_type, args, stream);
+  }
+  args.blocks = p->select.blocks;
+  return launch_typed<RESCORED>(a->kv_type, args, stream);
 }
 
 m3_msa_result m3_msa_dense_decode(const m3_msa_attend *p, void *work, cudaStream_t stream) {

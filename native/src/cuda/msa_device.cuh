@@ -92,6 +92,13 @@ __device__ __forceinline__ void cluster_store(float2 *p, int rank, float2 x) {
                : "memory");
 }
 
+__device__ __forceinline__ void cluster_store(uint64_t *p, int rank, uint64_t x) {
+  asm volatile("st.shared::cluster.b64 [%0], %1;" ::"r"(cluster_address(p, rank)), "l"(x) : "memory");
+}
+__device__ __forceinline__ void cluster_store(int32_t *p, int rank, int32_t x) {
+  asm volatile("st.shared::cluster.b32 [%0], %1;" ::"r"(cluster_address(p, rank)), "r"(x) : "memory");
+}
+
 __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t at) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])

@@ -82,6 +82,39 @@ m3_msa_result m3_msa_attend_decode(const m3_msa_attend *p, cudaStream_t stream);
  * gets the lists. The rows of both are the same. */
 m3_msa_result m3_msa_decode(const m3_msa_select *s, const m3_msa_attend *a, cudaStream_t stream);
 
+/* Copies of index keys in 4 or 8 bits: 8704 or 16896 bytes a page instead of 32768 or 65536. */
+int64_t m3_msa_low_bit_page_bytes(int32_t bits);
+
+/* Copies of the keys of n tokens, as they stand in the index cache. Two tokens are not the same one. */
+typedef struct m3_msa_low_bit_store_params {
+  int32_t n, bits;
+  const int32_t *seq;           /* [n] */
+  const int64_t *pos;           /* [n] */
+  const int32_t *const *tables; /* [sequences] page of each block of a sequence */
+  const void *index;            /* [n_pages, 128, 128] */
+  int32_t index_type;
+  void *pages; /* out [n_pages, m3_msa_low_bit_page_bytes], aligned to 16 */
+} m3_msa_low_bit_store_params;
+
+m3_msa_result m3_msa_low_bit_store(const m3_msa_low_bit_store_params *p, cudaStream_t stream);
+
+/* Selection that reads the copies of all keys and the exact keys of those that may matter: the lists of select are
+ * those of m3_msa_select_decode, bit for bit, and so is not_finite. Worth it where the list is a small share of the
+ * blocks. Rows of at most 16 sequences are taken. */
+typedef struct m3_msa_low_bit {
+  m3_msa_select select; /* work: m3_msa_low_bit_work_bytes, aligned to 16 */
+  const void *pages;    /* copies of all keys that rows see */
+  int32_t bits;
+  uint64_t *rescored; /* NULL, or the number of exact scores (of a token and a query) is added */
+} m3_msa_low_bit;
+
+/* Some 272 bytes for each row and block. */
+size_t m3_msa_low_bit_work_bytes(int32_t n_rows, int64_t max_blocks);
+m3_msa_result m3_msa_low_bit_select(const m3_msa_low_bit *p, cudaStream_t stream);
+
+/* Selection and attention, as m3_msa_decode, in two launches for up to 4 rows. */
+m3_msa_result m3_msa_low_bit_decode(const m3_msa_low_bit *p, const m3_msa_attend *a, cudaStream_t stream);
+
 /* Attention of decode rows over all visible blocks (dense layers): blocks is not read. work: m3_msa_dense_bytes(n),
  * which is enough for fewer rows too; 0 on another device. */
 size_t m3_msa_dense_bytes(int32_t n_rows);

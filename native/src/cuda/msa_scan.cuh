@@ -41,6 +41,11 @@ struct scan_query {
 
   // q: [n, DIM], n up to N; the rest is zero.
   __device__ void load(const float *q, int n) {
+    load_from([&](int at) { return __ldcg(reinterpret_cast<const float4 *>(q + at)); }, n);
+  }
+  // The same; fetch(at) gives numbers [at, at + 4) of q.
+  template <class Fetch>
+  __device__ void load_from(const Fetch &fetch, int n) {
     int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
 #pragma unroll
     for (int o = 0; o < OUT; o++) {
@@ -48,8 +53,7 @@ struct scan_query {
       uint32_t largest = 0;
 #pragma unroll
       for (int i = 0; i < 8; i++)
-        x[i] = of(o) < n ? __ldcg(reinterpret_cast<const float4 *>(q + of(o) * DIM + (i >> 1) * 32 + t * 8) + (i & 1))
-                         : float4{0, 0, 0, 0};
+        x[i] = of(o) < n ? fetch(of(o) * DIM + (i >> 1) * 32 + t * 8 + (i & 1) * 4) : float4{0, 0, 0, 0};
 #pragma unroll
       for (int i = 0; i < 8; i++) {
         float m = fmaxf(fmaxf(fabsf(x[i].x), fabsf(x[i].y)), fmaxf(fabsf(x[i].z), fabsf(x[i].w)));
@@ -83,11 +87,16 @@ struct scan_query {
   // Dot products of 8 keys: out[i][c] is that of query of(i) and key 2 t + c. Always (hi + lo) + mid.
   __device__ void dots(const char *keys, float (&out)[OUT][2]) const {
     int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-    float d[TILES][4] = {};
     const uint4 *from = reinterpret_cast<const uint4 *>(keys + g * ROW_BYTES + t * 16);
+    dots_of([&](int i) { return from[i * 4]; }, out);
+  }
+  // The same; fetch(i) gives 16-byte chunk 4 i + t of the lane's key g.
+  template <class Fetch>
+  __device__ void dots_of(const Fetch &fetch, float (&out)[OUT][2]) const {
+    float d[TILES][4] = {};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      uint4 x = from[i * 4];
+      uint4 x = fetch(i);
 #pragma unroll
       for (int tile = 0; tile < TILES; tile++) {
         mma<Key>(d[tile], a[tile][2 * i], x.x, x.y);

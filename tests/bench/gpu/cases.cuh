@@ -103,8 +103,11 @@ struct typed {
   }
 };
 
-enum key_kind { RANDOM, CLUSTERED, INTEGERS, ZEROS, OUTLIERS, KINDS };
-static const char *const KIND_NAMES[KINDS] = {"random", "clustered", "integers", "zeros", "outliers"};
+// EQUAL: all keys are one; NEAR: but for their last bits; SCALES: of lengths from 1e-30 to 1e20; SPIKES: one channel
+// holds most of a key.
+enum key_kind { RANDOM, CLUSTERED, INTEGERS, ZEROS, OUTLIERS, EQUAL, NEAR, SCALES, SPIKES, KINDS };
+static const char *const KIND_NAMES[KINDS] = {"random", "clustered", "integers", "zeros", "outliers",
+                                              "equal",  "near",      "scales",   "spikes"};
 
 // Sequences in shuffled pages, the rows that ask, and their queries. Slots past a sequence's end hold NaN.
 struct paged_case {
@@ -139,16 +142,22 @@ struct paged_case {
     for (size_t s = 0; s < lengths.size(); s++) {
       tables.emplace_back();
       for (int64_t b = 0; b * BLOCK < lengths[s]; b++) tables[s].push_back(order[used++]);
-      std::vector<float> center(DIM);
+      std::vector<float> center(DIM), one(DIM);
+      for (auto &x : one) x = normal(rng);
       for (int64_t j = 0; j < lengths[s]; j++) {
         if (j % 64 == 0)
           for (auto &x : center) x = normal(rng);
         int64_t page = tables[s][j / BLOCK], slot = j % BLOCK;
         float size = kind == OUTLIERS ? std::exp(2 * normal(rng)) : 1;
+        if (kind == SCALES) size = std::pow(10.0f, std::max(-30.0f, std::min(19.0f, 12 * normal(rng))));
+        int spike = kind == SPIKES ? (int)(rng() % DIM) : -1;
         for (int c = 0; c < DIM; c++) {
           float x = kind == ZEROS       ? 0
                     : kind == INTEGERS  ? (float)((int)(rng() % 3) - 1)
                     : kind == CLUSTERED ? center[c] + 0.02f * normal(rng)
+                    : kind == EQUAL     ? one[c]
+                    : kind == NEAR      ? one[c] * (1 + 1e-7f * (float)(rng() % 16))
+                    : c == spike        ? 100 * normal(rng)
                                         : size * normal(rng);
           index.put((page * BLOCK + slot) * DIM + c, x);
           if (heads_kv)

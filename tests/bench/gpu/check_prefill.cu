@@ -34,7 +34,7 @@ bool one(key_kind kind, int64_t first_pos, int n, int index_type, int kv_type, i
   m3_msa_shape shape = SHAPE;
   shape.local_blocks = local;
   m3_msa_prefill p = {shape, n,       first_pos, d.pages[0].p, d.index.p, index_type, d.index_q.p, d.k.p,
-                      d.v.p, kv_type, d.q.p,     blocks.p,     out.p,     flag.p,     work.p, 7};
+                      d.v.p, kv_type, d.q.p,     blocks.p,     out.p,     flag.p,     work.p,      7};
   LAUNCHED(m3_msa_prefill_select(&p, 0));
   if (kv) {
     LAUNCHED(m3_msa_prefill_attend(&p, 0));

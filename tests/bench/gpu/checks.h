@@ -5,8 +5,10 @@
 #include <cstdio>
 
 bool check_decode();
+bool check_low_bit();
 bool check_prefill();
 void time_decode(FILE *csv);
+void time_low_bit(FILE *csv);
 void time_prefill(FILE *csv);
 
 #endif

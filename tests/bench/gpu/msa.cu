@@ -1,5 +1,5 @@
-// Checks and times the MSA kernels: msa [check] [check-prefill] [time] [time-prefill] (all without arguments). CSV to
-// $OUT/msa.csv, or msa.csv.
+// Checks and times the MSA kernels: msa [check] [check-low-bit] [check-prefill] [time] [time-low-bit] [time-prefill]
+// (all without arguments). CSV to $OUT/msa.csv, or msa.csv.
 #include <cstdlib>
 #include <cstring>
 #include <string>
@@ -23,11 +23,13 @@ int main(int argc, char **argv) {
     perror("msa.csv");
     return 1;
   }
-  fprintf(csv, "case,context,batch,us,bytes_or_flop,rate\n");
+  fprintf(csv, "case,context,batch,us,bytes_or_flop,rate,rescored\n");
   bool good = true;
   if (asked("check")) good &= check_decode();
+  if (asked("check-low-bit")) good &= check_low_bit();
   if (asked("check-prefill")) good &= check_prefill();
   if (asked("time")) time_decode(csv);
+  if (asked("time-low-bit")) time_low_bit(csv);
   if (asked("time-prefill")) time_prefill(csv);
   fclose(csv);
   printf(good ? "all right\n" : "FAILED\n");

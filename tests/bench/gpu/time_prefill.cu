@@ -97,7 +97,7 @@ void one(int64_t first_pos, int n, FILE *csv) {
   device_array<int32_t> table(pages), blocks((size_t)n * HEADS * TOP_K), flag(1);
   device_array<char> work(m3_msa_prefill_select_bytes(n, n_blocks, M3_TYPE_F32));
   m3_msa_prefill p = {SHAPE,        n,   first_pos, table.p, index.p, M3_TYPE_BF16, index_q.p, k.p, v.p,
-                      M3_TYPE_BF16, q.p, blocks.p,  out.p,   flag.p,  work.p, 0};
+                      M3_TYPE_BF16, q.p, blocks.p,  out.p,   flag.p,  work.p,       0};
   double pairs = 0;
   for (int r = 0; r < n; r++) pairs += (double)((first_pos + r) / BLOCK) * BLOCK;
   double select_flop = pairs * HEADS * DIM * 2 * 2;  // two parts
@@ -142,7 +142,8 @@ void one(int64_t first_pos, int n, FILE *csv) {
     fill_normal(wide.p, wide.n, 6);
     p.index = wide.p;
     p.index_type = M3_TYPE_F32;
-    show("prefill select f32 keys", select_flop * 1.5, event_us(times, [&] { LAUNCHED(m3_msa_prefill_select(&p, 0)); }));
+    show("prefill select f32 keys", select_flop * 1.5,
+         event_us(times, [&] { LAUNCHED(m3_msa_prefill_select(&p, 0)); }));
   }
   double dense_flop = 0;
   for (int r = 0; r < n; r++) dense_flop += (double)(first_pos + r + 1) * N_HEAD * DIM * 4;
