@@ -45,8 +45,8 @@ GGML_TYPE_F16 = 1
 class Engine(Protocol):
     """One program with one sequence."""
 
-    def eval(self, ids: NDArray[np.int32]) -> None:
-        """Appends ids; the logits of the last one are computed."""
+    def eval(self, ids: NDArray[np.int32]) -> NDArray[np.float32]:
+        """Appends ids; returns the logits of the last one."""
 
     def rewind(self, length: int) -> None: ...
 
@@ -54,13 +54,13 @@ class Engine(Protocol):
 class OurEngine:
     """m3-gguf."""
 
-    def __init__(self, path: str, context: int, threads: int) -> None:
+    def __init__(self, path: str, context: int, threads: int, scan: str = "auto") -> None:
         from m3_runtime import Model
 
-        self._session = Model(path).session(context=context, threads=threads)
+        self._session = Model(path).session(context=context, threads=threads, index_scan=scan)
 
-    def eval(self, ids: NDArray[np.int32]) -> None:
-        self._session.eval(ids)
+    def eval(self, ids: NDArray[np.int32]) -> NDArray[np.float32]:
+        return self._session.eval(ids)
 
     def rewind(self, length: int) -> None:
         self._session.rewind(length)
@@ -88,9 +88,10 @@ class LlamaCpp:
         if not self._context:
             sys.exit(f"{path}: llama.cpp does not load it")
         self._batch = llama_cpp.llama_batch_init(BATCH, 0, 1)
+        self._n_vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
         self._length = 0
 
-    def eval(self, ids: NDArray[np.int32]) -> None:
+    def eval(self, ids: NDArray[np.int32]) -> NDArray[np.float32]:
         for first in range(0, len(ids), BATCH):
             part, b = ids[first : first + BATCH], self._batch
             b.n_tokens = len(part)
@@ -101,6 +102,8 @@ class LlamaCpp:
                 sys.exit("llama_decode failed")
             self._length += len(part)
         self._lib.llama_synchronize(self._context)
+        logits = self._lib.llama_get_logits_ith(self._context, -1)
+        return np.ctypeslib.as_array(logits, (self._n_vocab,))
 
     def rewind(self, length: int) -> None:
         if not self._lib.llama_memory_seq_rm(self._lib.llama_get_memory(self._context), 0, length, -1):
@@ -108,18 +111,23 @@ class LlamaCpp:
         self._length = length
 
 
-def work(engine: Engine, commands: IO[str]) -> None:
-    """Answers each command, a JSON list, with the seconds that it took."""
+def work(engine: Any, commands: IO[str]) -> None:
+    """Answers each command, a JSON list: "eval" ids, so many at once, with the seconds that it took; "logits" ids with
+    the logits of the last one; any other method of the engine ("rewind") with its seconds."""
     for line in commands:
         kind, *arguments = json.loads(line)
-        if kind == "rewind":
-            engine.rewind(arguments[0])
-            print(0, flush=True)
+        if isinstance(arguments[0], list):
+            arguments[0] = np.array(arguments[0], np.int32)
+        if kind == "logits":
+            print(json.dumps(engine.eval(arguments[0]).tolist()), flush=True)
             continue
-        ids, at_once = np.array(arguments[0], np.int32), arguments[1]
         start = time.perf_counter()
-        for first in range(0, len(ids), at_once):
-            engine.eval(ids[first : first + at_once])
+        if kind == "eval":
+            ids, at_once = arguments
+            for first in range(0, len(ids), at_once):
+                engine.eval(ids[first : first + at_once])
+        else:
+            getattr(engine, kind)(*arguments)
         print(time.perf_counter() - start, flush=True)
 
 

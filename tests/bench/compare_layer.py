@@ -1,0 +1,282 @@
+"""One MSA layer at depth against llama.cpp's, in turn on the same file, with the same threads.
+
+    python tests/bench/models.py FOLDER layer-q8_0
+    python tests/bench/compare_layer.py FOLDER/layer-q8_0.gguf --llama PYTHON [--depth 131072] [--csv OUT.csv]
+
+The file has one sparse layer with the release's heads and little else. What a step takes at a depth, less what it takes
+behind an empty cache, is what the layer pays for the depth: index scan, top-k and attention. Three processes: the engine
+with a full index scan, the engine with low-bit copies of the index keys, llama.cpp; a round is one run of each.
+
+Filling 131,072 tokens by prefill would take llama.cpp hours, and is not what is measured. In a model of one layer, keys
+and values of a token depend on the token and its position only. So llama.cpp computes them 512 at a time behind an
+empty cache, and gets all of them back as one saved state; the engine is given block lists that read the row's own
+block only. That both then hold the same cache is checked: their logits behind it must agree.
+"""
+
+import argparse
+import csv
+import ctypes
+import json
+import statistics
+import struct
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from compare_llama_cpp import BATCH, LlamaCpp, OurEngine, llama_version, work
+from numpy.typing import NDArray
+
+COLUMNS = (
+    "file",
+    "threads",
+    "depth",
+    "test",
+    "index scan",
+    "m3 step ms",
+    "llama.cpp step ms",
+    "m3 layer ms",
+    "llama.cpp layer ms",
+    "layer ratio",
+    "least",
+    "greatest",
+    "step ratio",
+    "rounds",
+)
+LEAST_CORRELATION = 0.999  #: of the logits of both programs behind the filled cache
+
+
+class OurLayer(OurEngine):
+    """m3-gguf."""
+
+    def __init__(self, path: str, context: int, threads: int, scan: str) -> None:
+        from m3_runtime import Model
+
+        self._hparams = Model(path).hparams
+        super().__init__(path, context, threads, scan)
+
+    def fill(self, ids: NDArray[np.int32]) -> None:
+        """Grows the empty cache to the ids."""
+        h = self._hparams
+        blocks = np.full((1, len(ids), h.n_index_head, h.top_k), -1, np.int32)
+        blocks[:, :, :, 0] = (np.arange(len(ids)) // h.block_size)[:, None]
+        self._session.forward([(0, ids)], blocks=blocks)
+
+
+class LlamaLayer(LlamaCpp):
+    """llama.cpp by its C interface."""
+
+    def fill(self, ids: NDArray[np.int32]) -> None:
+        memory = self._lib.llama_get_memory(self._context)
+        pieces = []
+        for first in range(0, len(ids), BATCH):
+            self._lib.llama_memory_clear(memory, False)
+            self._length = first
+            self.eval(ids[first : first + BATCH])
+            pieces.append(State(self._state()))
+        self._lib.llama_memory_clear(memory, False)
+        whole = State.joined(pieces)
+        data = (ctypes.c_uint8 * len(whole)).from_buffer(whole)
+        if self._lib.llama_state_seq_set_data(self._context, data, len(whole), 0) != len(whole):
+            sys.exit("llama.cpp does not take the joined state: another version than 0.3.36?")
+        self._length = len(ids)
+
+    def _state(self) -> bytes:
+        data = (ctypes.c_uint8 * self._lib.llama_state_seq_get_size(self._context, 0))()
+        n = self._lib.llama_state_seq_get_data(self._context, data, len(data), 0)
+        return bytes(data[:n])
+
+
+class State:
+    """The saved state of a sequence of llama.cpp 0.3.36, of a model with one layer: 8 bytes, and then the cache of K and
+    V and that of index keys, each as: streams (1), cells, [position, 1, sequence] of each cell, transposed (0), layers
+    (1), and twice the type, the bytes of a row (uint64), the rows."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self._at = data, 8
+        self.header = data[:8]
+        self.caches = [self._cache(), self._cache()]
+        if self._at != len(data):
+            sys.exit(f"a state of {len(data)} bytes, {self._at} were expected")
+
+    def _take(self, n: int) -> bytes:
+        self._at += n
+        return self._data[self._at - n : self._at]
+
+    def _cache(self) -> tuple[bytes, bytes, list[tuple[bytes, bytes]]]:
+        """Cells, what comes before the rows, and the rows of K and V with their heads."""
+        streams, n_cells = struct.unpack("<II", self._take(8))
+        cells = self._take(12 * n_cells)
+        middle = self._take(8)
+        if streams != 1 or struct.unpack("<II", middle) != (0, 1):
+            sys.exit(f"{streams} streams, transposed and layers {struct.unpack('<II', middle)}: expected 1, (0, 1)")
+        rows = []
+        for _ in range(2):
+            head = self._take(12)
+            rows.append((head, self._take(struct.unpack("<iQ", head)[1] * n_cells)))
+        return cells, middle, rows
+
+    @staticmethod
+    def joined(pieces: list["State"]) -> bytearray:
+        out = bytearray(pieces[0].header)
+        for i in range(2):
+            caches = [piece.caches[i] for piece in pieces]
+            cells = b"".join(cache[0] for cache in caches)
+            out += struct.pack("<II", 1, len(cells) // 12) + cells + caches[0][1]
+            for j in range(2):
+                out += caches[0][2][j][0]
+                for cache in caches:
+                    out += cache[2][j][1]
+        return out
+
+
+class Worker:
+    """A program in a process of its own."""
+
+    def __init__(self, python: str, kind: str, path: Path, context: int, threads: int) -> None:
+        line = [python, __file__, "--worker", kind, str(path), str(context), str(threads)]
+        self._process = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def ask(self, *command: Any) -> Any:
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write(json.dumps(command) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            sys.exit(f"the process ended with {self._process.wait()}")
+        return json.loads(answer)
+
+    def close(self) -> None:
+        assert self._process.stdin
+        self._process.stdin.close()
+        self._process.wait()
+
+
+class Comparison:
+    """The programs on one file. Times are medians over rounds, in milliseconds for a token or a prefill."""
+
+    def __init__(self, path: Path, arguments: argparse.Namespace, n_vocab: int) -> None:
+        self._path, self._arguments = path, arguments
+        self._tests = {"decode": (arguments.decode, 1), "prefill": (arguments.prefill, arguments.prefill)}
+        context = arguments.depth + max(arguments.prefill, arguments.decode) + 1
+        self._ids = np.random.default_rng(1).integers(0, n_vocab, context).tolist()
+        kinds = {"full": sys.executable, "low_bit": sys.executable, "llama": arguments.llama}
+        self._workers = {k: Worker(python, k, path, context, arguments.threads) for k, python in kinds.items()}
+
+    def run(self) -> list[dict[str, object]]:
+        depth = self._arguments.depth
+        shallow = {test: self._rounds(test, 0) for test in self._tests}
+        for kind, worker in self._workers.items():
+            print(f"{kind}: {depth} tokens in {worker.ask('fill', self._ids[:depth]):.0f} s", file=sys.stderr)
+        self._check_logits(depth)
+        lines = []
+        for test in self._tests:
+            deep = self._rounds(test, depth)
+            for scan in ("full", "low_bit") if test == "decode" else ("full",):
+                lines.append(self._line(test, scan, shallow[test], deep))
+        for worker in self._workers.values():
+            worker.close()
+        return lines
+
+    def _check_logits(self, depth: int) -> None:
+        logits = {k: np.array(w.ask("logits", [self._ids[depth]])) for k, w in self._workers.items()}
+        for worker in self._workers.values():
+            worker.ask("rewind", depth)
+        if not np.array_equal(logits["full"], logits["low_bit"]):
+            sys.exit("the two index scans give different logits")
+        correlation = np.corrcoef(logits["full"], logits["llama"])[0, 1]
+        print(f"correlation of the logits with llama.cpp's: {correlation:.6f}", file=sys.stderr)
+        if correlation < LEAST_CORRELATION:
+            sys.exit(f"expected at least {LEAST_CORRELATION}: the caches differ")
+
+    def _rounds(self, test: str, depth: int) -> dict[str, list[float]]:
+        n, at_once = self._tests[test]
+        times: dict[str, list[float]] = {kind: [] for kind in self._workers}
+        for number in range(self._arguments.rounds + 1):
+            for kind, worker in self._workers.items():
+                if test == "prefill" and kind == "low_bit":
+                    continue  # scans of many queries are full
+                seconds = worker.ask("eval", self._ids[depth : depth + n], at_once)
+                worker.ask("rewind", depth)
+                if number:  # the first one warms up
+                    times[kind].append(1e3 * seconds * at_once / n)
+        return times
+
+    def _line(
+        self, test: str, scan: str, shallow: dict[str, list[float]], deep: dict[str, list[float]]
+    ) -> dict[str, object]:
+        steps = {kind: statistics.median(deep[kind]) for kind in (scan, "llama")}
+        rest = {kind: statistics.median(shallow[kind]) for kind in (scan, "llama")}
+        layers = {kind: steps[kind] - rest[kind] for kind in steps}
+        ratios = [
+            (theirs - rest["llama"]) / (ours - rest[scan])
+            for ours, theirs in zip(deep[scan], deep["llama"], strict=True)
+        ]
+        values = (
+            self._path.name,
+            self._arguments.threads,
+            self._arguments.depth,
+            test,
+            scan,
+            f"{steps[scan]:.3f}",
+            f"{steps['llama']:.3f}",
+            f"{layers[scan]:.3f}",
+            f"{layers['llama']:.3f}",
+            f"{layers['llama'] / layers[scan]:.2f}",
+            f"{min(ratios):.2f}",
+            f"{max(ratios):.2f}",
+            f"{steps['llama'] / steps[scan]:.2f}",
+            len(ratios),
+        )
+        print("  ".join(f"{value!s:>14}" for value in values), flush=True)
+        return dict(zip(COLUMNS, values, strict=True))
+
+
+def main() -> None:
+    # Here: the process of llama.cpp, which reads this file too, may have none of them.
+    from quantize import processor
+
+    from m3_runtime import Model
+    from m3_runtime.native import default_threads
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--llama", default=sys.executable, help="a Python that has llama-cpp-python")
+    parser.add_argument("--depth", type=int, default=131072)
+    parser.add_argument("--prefill", type=int, default=512)
+    parser.add_argument("--decode", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=default_threads())
+    parser.add_argument("--csv", type=Path)
+    arguments = parser.parse_args()
+    header = f"# {processor()}; m3-gguf {version('m3-gguf')}; llama-cpp-python {llama_version(arguments.llama)}"
+    print(header)
+    print("  ".join(f"{column:>14}" for column in COLUMNS))
+    with Model(arguments.file) as model:
+        h = model.hparams
+        if h.n_layer != 1 or h.n_dense_layer:
+            sys.exit(
+                f"{arguments.file}: {h.n_layer} layers, {h.n_dense_layer} of them dense; expected one sparse layer"
+            )
+    lines = Comparison(arguments.file, arguments, h.n_vocab).run()
+    if arguments.csv:
+        with arguments.csv.open("w", newline="") as file:
+            file.write(header + "\n")
+            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(lines)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--worker"]:
+        kind, path, context, threads = sys.argv[2:]
+        layer: OurLayer | LlamaLayer
+        if kind == "llama":
+            layer = LlamaLayer(path, int(context), int(threads))
+        else:
+            layer = OurLayer(path, int(context), int(threads), kind)
+        work(layer, sys.stdin)
+    else:
+        main()
