@@ -8,7 +8,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from m3_runtime.cli import Attention, CacheType, Device, IndexScan, Isa
+from m3_runtime.cli import Attention, Device, IndexScan, IndexType, Isa, KvType, NoMmap
 from m3_runtime.command import guarded, new_app, run
 from m3_runtime.errors import InputError
 from m3_runtime.thread_option import Threads
@@ -53,12 +53,10 @@ def bench_command(
     attention: Annotated[
         Attention, typer.Option("--attention", help="sparse is what the model was trained for.")
     ] = Attention.SPARSE,
-    kv_type: Annotated[
-        CacheType, typer.Option("--kv-type", help="Type of the cached keys and values.")
-    ] = CacheType.F16,
+    kv_type: Annotated[KvType, typer.Option("--kv-type", help="Type of the cached keys and values.")] = KvType.F16,
     index_type: Annotated[
-        CacheType, typer.Option("--index-type", help="Type of the cached index keys, which choose the blocks.")
-    ] = CacheType.F32,
+        IndexType, typer.Option("--index-type", help="Type of the cached index keys, which choose the blocks.")
+    ] = IndexType.F32,
     index_scan: Annotated[
         IndexScan, typer.Option("--index-scan", help="How blocks are chosen; see m3-run.")
     ] = IndexScan.AUTO,
@@ -69,6 +67,7 @@ def bench_command(
         int, typer.Option("--chunk", metavar="N", min=0, help="Tokens of a prefill computed together; 0 is 512.")
     ] = 0,
     seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Start of the random token ids.")] = 1,
+    no_mmap: NoMmap = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object when all is measured.")] = False,
 ) -> int:
     if not prefill and not decode:
@@ -93,11 +92,16 @@ def bench_command(
         index_scan=index_scan.value,
         chunk=chunk,
         seed=seed,
+        mmap=not no_mmap,
     )
     memory.check_file_maps(model)
     start = time.perf_counter()
-    with Model(model, device=options.device, isa=options.isa) as opened:
-        bench = Bench(options, opened, time.perf_counter() - start)
+    with Model(model, device=options.device, isa=options.isa, mmap=options.mmap) as opened:
+        bench = Bench(options, opened)
+        progress = _Progress()
+        opened.load(progress=lambda done, total: progress("load", done, total))
+        progress.clear()
+        bench.load_seconds = time.perf_counter() - start
 
         def show(m: Measurement) -> None:
             progress.clear()
@@ -105,7 +109,6 @@ def bench_command(
                 spread = f"{m.spread:.1%}" if m.spread is not None else "-"
                 print(f"{m.test:8}{m.depth:>9}{m.tokens:>9}{m.rate:>12.2f}{spread:>10}", flush=True)
 
-        progress = _Progress()
         if not as_json:
             print(f"{'test':8}{'depth':>9}{'tokens':>9}{'tok/s':>12}{'spread':>10}", flush=True)
         try:

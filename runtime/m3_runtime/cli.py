@@ -37,7 +37,15 @@ class Attention(StrEnum):
     DENSE = "dense"
 
 
-class CacheType(StrEnum):
+class KvType(StrEnum):
+    F32 = "f32"
+    F16 = "f16"
+    BF16 = "bf16"
+    Q8_0 = "q8_0"
+    Q4_0 = "q4_0"
+
+
+class IndexType(StrEnum):
     F32 = "f32"
     F16 = "f16"
     BF16 = "bf16"
@@ -47,6 +55,16 @@ class IndexScan(StrEnum):
     AUTO = "auto"
     FULL = "full"
     LOW_BIT = "low_bit"
+
+
+NoMmap = Annotated[
+    bool,
+    typer.Option(
+        "--no-mmap",
+        help="On the CPU: read all weights into memory before the run, in place of mapping the file, which reads them "
+        "when they are first used.",
+    ),
+]
 
 
 class Thinking(StrEnum):
@@ -174,11 +192,14 @@ def run_command(
         bool, typer.Option("--require-sparse", help="Exit with 2 if the run would not be sparse.")
     ] = False,
     kv_type: Annotated[
-        CacheType, typer.Option("--kv-type", help="Type of the cached keys and values.")
-    ] = CacheType.F16,
+        KvType,
+        typer.Option(
+            "--kv-type", help="Type of the cached keys and values; below 16 bits the model reads other blocks."
+        ),
+    ] = KvType.F16,
     index_type: Annotated[
-        CacheType, typer.Option("--index-type", help="Type of the cached index keys, which choose the blocks.")
-    ] = CacheType.F32,
+        IndexType, typer.Option("--index-type", help="Type of the cached index keys, which choose the blocks.")
+    ] = IndexType.F32,
     index_scan: Annotated[
         IndexScan,
         typer.Option(
@@ -190,6 +211,7 @@ def run_command(
     isa: Annotated[
         Isa, typer.Option("--isa", help="Instruction set of the CPU kernels; auto takes the widest one.")
     ] = Isa.AUTO,
+    no_mmap: NoMmap = False,
 ) -> int:
     sampling = {
         "temperature": temperature,
@@ -228,6 +250,7 @@ def run_command(
         kv_type=kv_type.value,
         index_type=index_type.value,
         index_scan=index_scan.value,
+        mmap=not no_mmap,
     )
     return run_model(options)
 

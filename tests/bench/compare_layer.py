@@ -3,9 +3,9 @@
     python tests/bench/models.py FOLDER layer-q8_0
     python tests/bench/compare_layer.py FOLDER/layer-q8_0.gguf --llama PYTHON [--depth 131072] [--csv OUT.csv]
 
-The file has one sparse layer with the release's heads and little else. What a step takes at a depth, less what it takes
-behind an empty cache, is what the layer pays for the depth: index scan, top-k and attention. Three processes: the engine
-with a full index scan, the engine with low-bit copies of the index keys, llama.cpp; a round is one run of each.
+The file has one sparse layer with the release's heads and little else. What a step takes at a depth, less what it
+takes behind an empty cache, is what the layer pays for the depth: index scan, top-k and attention. Three processes: the
+engine with a full index scan, the engine with low-bit copies of the index keys, llama.cpp; a round is one run of each.
 
 Filling 131,072 tokens by prefill would take llama.cpp hours, and is not what is measured. In a model of one layer, keys
 and values of a token depend on the token and its position only. So llama.cpp computes them 512 at a time behind an
@@ -26,8 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from compare_llama_cpp import BATCH, LlamaCpp, OurEngine, llama_version, work
 from numpy.typing import NDArray
+
+from compare_llama_cpp import BATCH, LlamaCpp, OurEngine, llama_version, work
 
 COLUMNS = (
     "file",
@@ -90,9 +91,11 @@ class LlamaLayer(LlamaCpp):
 
 
 class State:
-    """The saved state of a sequence of llama.cpp 0.3.36, of a model with one layer: 8 bytes, and then the cache of K and
-    V and that of index keys, each as: streams (1), cells, [position, 1, sequence] of each cell, transposed (0), layers
-    (1), and twice the type, the bytes of a row (uint64), the rows."""
+    """The saved state of a sequence of llama.cpp 0.3.36, of a model with one layer.
+
+    8 bytes, and then the cache of K and V and that of index keys, each as: streams (1), cells, [position, 1, sequence]
+    of each cell, transposed (0), layers (1), and twice the type, the bytes of a row (uint64), the rows.
+    """
 
     def __init__(self, data: bytes) -> None:
         self._data, self._at = data, 8
