@@ -367,7 +367,8 @@ static m3_status choose_backend(m3_model *m, const m3_model_options *options, m3
     return m3_fail(err, M3_ERROR_ARGUMENT, "load is %d, expected map (0) or read (1)", (int)load);
   m->reads = load == M3_LOAD_READ;
   if (m->reads && (m->backend->weight_load || !m3_gguf_has_data(m->gguf)))
-    return m3_fail(err, M3_ERROR_ARGUMENT, "%s: load is read, which is for the CPU and a file: %s", m3_gguf_name(m->gguf),
+    return m3_fail(err, M3_ERROR_ARGUMENT, "%s: load is read, which is for the CPU and a file: %s",
+                   m3_gguf_name(m->gguf),
                    m->backend->weight_load ? "a GPU gets a copy of the weights anyway" : "this is a header");
   return m3_loading_open(&m->loading, err);
 }

@@ -59,7 +59,7 @@ struct m3_model {
   const m3_backend *backend;
   const struct m3_kernels *kernels; /* of the CPU backend */
   char device_name[128];
-  bool reads; /* weights into memory of the process: M3_LOAD_READ */
+  bool reads;                 /* weights into memory of the process: M3_LOAD_READ */
   struct m3_loading *loading; /* see weights.h */
 };
 

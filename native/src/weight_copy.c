@@ -1,6 +1,6 @@
-/* Several threads read pieces in the order of the file list, so that a disk has more than one request at a time. A piece
- * that the system's file cache holds is copied from there; another one is read past the cache (O_DIRECT) where the file
- * system can: the file would else be in memory twice, and push out what else is there. */
+/* Several threads read pieces in the order of the file list, so that a disk has more than one request at a time. A
+ * piece that the system's file cache holds is copied from there; another one is read past the cache (O_DIRECT) where
+ * the file system can: the file would else be in memory twice, and push out what else is there. */
 #include "weight_copy.h"
 
 #include <errno.h>
@@ -31,8 +31,8 @@ static uint64_t mapped_bytes(const m3_weight *w) {
   return bytes < 2 * HUGE_PAGE ? bytes : bytes + HUGE_PAGE;
 }
 
-/* Where the aligned piece of the file goes. Large weights lie on huge pages, if the system gives them: matrices are read
- * from end to end, and every 4 KiB would take an entry of the table of addresses. */
+/* Where the aligned piece of the file goes. Large weights lie on huge pages, if the system gives them: matrices are
+ * read from end to end, and every 4 KiB would take an entry of the table of addresses. */
 static char *start_of(const m3_weight *w) {
   uintptr_t p = (uintptr_t)w->copy;
   if (w->copy_bytes >= 2 * HUGE_PAGE) p = (p + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
@@ -170,8 +170,7 @@ static m3_status open_source(source *s, m3_error *err) {
   s->plain = open(g->name, O_RDONLY | O_CLOEXEC);
   if (s->plain < 0) return m3_fail(err, M3_ERROR_IO, "%s: cannot be opened: %s", g->name, strerror(errno));
   struct stat st;
-  if (fstat(s->plain, &st) != 0)
-    return m3_fail(err, M3_ERROR_IO, "%s: cannot be read: %s", g->name, strerror(errno));
+  if (fstat(s->plain, &st) != 0) return m3_fail(err, M3_ERROR_IO, "%s: cannot be read: %s", g->name, strerror(errno));
   if (st.st_dev != g->device || st.st_ino != g->inode || (uint64_t)st.st_size != g->size)
     return m3_fail(err, M3_ERROR_IO, "%s: is another file than the one that was opened before", g->name);
   s->direct = open(g->name, O_RDONLY | O_CLOEXEC | O_DIRECT);

@@ -6,9 +6,9 @@
 
 #include "model.h"
 
-/* Reads the data of n weights of the model's files, which are mapped, into memory; `data` then points there. On an error
- * all weights are as they were. done: bytes read are added. cancel: makes it M3_ERROR_CANCELLED soon. M3_ERROR_MEMORY;
- * M3_ERROR_IO if a file cannot be read or is not the one that was opened. */
+/* Reads the data of n weights of the model's files, which are mapped, into memory; `data` then points there. On an
+ * error all weights are as they were. done: bytes read are added. cancel: makes it M3_ERROR_CANCELLED soon.
+ * M3_ERROR_MEMORY; M3_ERROR_IO if a file cannot be read or is not the one that was opened. */
 m3_status m3_copy_weights(m3_model *model, m3_weight **weights, int64_t n, atomic_ullong *done,
                           const atomic_bool *cancel, m3_error *err);
 

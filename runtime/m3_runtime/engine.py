@@ -274,7 +274,6 @@ class Model:
         progress: called with bytes brought and in all. Ctrl-C stops it. MachineError if they do not fit.
         """
         pointer = self._open_pointer()
-        done, total = ffi.new("uint64_t *"), ffi.new("uint64_t *")
         with hold_signals() as held, ThreadPoolExecutor(max_workers=1, thread_name_prefix="m3-load") as worker:
             future = worker.submit(call, lib.m3_model_load, pointer, 0, 0)
             try:
@@ -282,14 +281,19 @@ class Model:
                     if held.pending:
                         lib.m3_model_cancel_load(pointer)
                     elif progress:
-                        lib.m3_model_load_progress(pointer, done, total)
-                        progress(done[0], total[0])
+                        progress(*self.load_progress())
                 future.result()
             except BaseException:
                 while not future.done():
                     lib.m3_model_cancel_load(pointer)
                     wait((future,), _POLL)
                 raise
+
+    def load_progress(self) -> tuple[int, int]:
+        """Bytes brought and to bring by the running load or the last one."""
+        done, total = ffi.new("uint64_t *"), ffi.new("uint64_t *")
+        lib.m3_model_load_progress(self._open_pointer(), done, total)
+        return done[0], total[0]
 
     def memory(self, **options: Unpack[SessionOptions]) -> Memory:
         """What a session with these options would take."""

@@ -16,19 +16,15 @@ block only. That both then hold the same cache is checked: their logits behind i
 import argparse
 import csv
 import ctypes
-import json
 import statistics
 import struct
-import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from compare_llama_cpp import BATCH, LlamaCpp, OurEngine, llama_version, work
+from compare_llama_cpp import BATCH, LlamaCpp, OurEngine, Worker, add_options, header, work
 
 COLUMNS = (
     "file",
@@ -135,28 +131,6 @@ class State:
         return out
 
 
-class Worker:
-    """A program in a process of its own."""
-
-    def __init__(self, python: str, kind: str, path: Path, context: int, threads: int) -> None:
-        line = [python, __file__, "--worker", kind, str(path), str(context), str(threads)]
-        self._process = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def ask(self, *command: Any) -> Any:
-        assert self._process.stdin and self._process.stdout
-        self._process.stdin.write(json.dumps(command) + "\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
-        if not answer:
-            sys.exit(f"the process ended with {self._process.wait()}")
-        return json.loads(answer)
-
-    def close(self) -> None:
-        assert self._process.stdin
-        self._process.stdin.close()
-        self._process.wait()
-
-
 class Comparison:
     """The programs on one file. Times are medians over rounds, in milliseconds for a token or a prefill."""
 
@@ -166,7 +140,7 @@ class Comparison:
         context = arguments.depth + max(arguments.prefill, arguments.decode) + 1
         self._ids = np.random.default_rng(1).integers(0, n_vocab, context).tolist()
         kinds = {"full": sys.executable, "low_bit": sys.executable, "llama": arguments.llama}
-        self._workers = {k: Worker(python, k, path, context, arguments.threads) for k, python in kinds.items()}
+        self._workers = {k: Worker(python, k, path, context, arguments) for k, python in kinds.items()}
 
     def run(self) -> list[dict[str, object]]:
         depth = self._arguments.depth
@@ -239,23 +213,17 @@ class Comparison:
 
 def main() -> None:
     # Here: the process of llama.cpp, which reads this file too, may have none of them.
-    from quantize import processor
-
     from m3_runtime import Model
-    from m3_runtime.native import default_threads
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
-    parser.add_argument("--llama", default=sys.executable, help="a Python that has llama-cpp-python")
     parser.add_argument("--depth", type=int, default=131072)
-    parser.add_argument("--prefill", type=int, default=512)
     parser.add_argument("--decode", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=default_threads())
-    parser.add_argument("--csv", type=Path)
+    add_options(parser)
     arguments = parser.parse_args()
-    header = f"# {processor()}; m3-gguf {version('m3-gguf')}; llama-cpp-python {llama_version(arguments.llama)}"
-    print(header)
+    first_line = header(arguments)
+    print(first_line)
     print("  ".join(f"{column:>14}" for column in COLUMNS))
     with Model(arguments.file) as model:
         h = model.hparams
@@ -266,7 +234,7 @@ def main() -> None:
     lines = Comparison(arguments.file, arguments, h.n_vocab).run()
     if arguments.csv:
         with arguments.csv.open("w", newline="") as file:
-            file.write(header + "\n")
+            file.write(first_line + "\n")
             writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
             writer.writeheader()
             writer.writerows(lines)
@@ -274,12 +242,12 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
-        kind, path, context, threads = sys.argv[2:]
+        kind, path, context, threads, clock = sys.argv[2:]
         layer: OurLayer | LlamaLayer
         if kind == "llama":
             layer = LlamaLayer(path, int(context), int(threads))
         else:
             layer = OurLayer(path, int(context), int(threads), kind)
-        work(layer, sys.stdin)
+        work(layer, sys.stdin, clock)
     else:
         main()
