@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "cpu/kernels.h"
+#include "paging.h"
 #include "quant/traits.h"
 #include "weights.h"
 
@@ -370,7 +371,9 @@ static m3_status choose_backend(m3_model *m, const m3_model_options *options, m3
     return m3_fail(err, M3_ERROR_ARGUMENT, "%s: load is read, which is for the CPU and a file: %s",
                    m3_gguf_name(m->gguf),
                    m->backend->weight_load ? "a GPU gets a copy of the weights anyway" : "this is a header");
-  return m3_loading_open(&m->loading, err);
+  bool mapped = !m->reads && !m->backend->weight_load && m3_gguf_has_data(m->gguf);
+  status = mapped ? m3_pager_open(&m->pager, err) : M3_OK;
+  return status ? status : m3_loading_open(&m->loading, err);
 }
 
 static m3_status open_gguf(m3_gguf *gguf, const m3_model_options *options, m3_model **out, m3_error *err) {
@@ -437,6 +440,7 @@ void m3_model_close(m3_model *m) {
     for (int r = 0; r < M3_LAYER_ROLES; r++) unbind(m, &m->layers[l].w[r]);
   free(m->layers);
   m3_loading_close(m->loading);
+  m3_pager_close(m->pager);
   m3_gguf_close(m->gguf);
   free(m);
 }

@@ -61,6 +61,7 @@ struct m3_model {
   char device_name[128];
   bool reads;                 /* weights into memory of the process: M3_LOAD_READ */
   struct m3_loading *loading; /* see weights.h */
+  struct m3_pager *pager;     /* see paging.h; NULL where the weights are not in a mapped file */
 };
 
 /* Reads and validates the dimensions. */

@@ -8,9 +8,9 @@ takes behind an empty cache, is what the layer pays for the depth: index scan, t
 engine with a full index scan, the engine with low-bit copies of the index keys, llama.cpp; a round is one run of each.
 
 Filling 131,072 tokens by prefill would take llama.cpp hours, and is not what is measured. In a model of one layer, keys
-and values of a token depend on the token and its position only. So llama.cpp computes them 512 at a time behind an
-empty cache, and gets all of them back as one saved state; the engine is given block lists that read the row's own
-block only. That both then hold the same cache is checked: their logits behind it must agree.
+and values depend on the token and, by a rotation, on its position only. So llama.cpp computes each token of the
+vocabulary once, and gets back a saved state of all positions made of these; the engine is given block lists that read
+the row's own block only. That both then hold the same cache is checked: their logits behind it must agree.
 """
 
 import argparse
@@ -19,12 +19,14 @@ import ctypes
 import statistics
 import struct
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from compare_llama_cpp import BATCH, LlamaCpp, OurEngine, Worker, add_options, header, work
+from compare_llama_cpp import GGML_TYPE_F16, LlamaCpp, OurEngine, Worker, add_options, header, work
 
 COLUMNS = (
     "file",
@@ -42,6 +44,7 @@ COLUMNS = (
     "step ratio",
     "rounds",
 )
+WARM_TOKENS = 32  #: before the rounds
 LEAST_CORRELATION = 0.999  #: of the logits of both programs behind the filled cache
 
 
@@ -54,7 +57,7 @@ class OurLayer(OurEngine):
         self._hparams = Model(path).hparams
         super().__init__(path, context, threads, scan)
 
-    def fill(self, ids: NDArray[np.int32]) -> None:
+    def fill(self, ids: NDArray[np.int32], *_: float) -> None:
         """Grows the empty cache to the ids."""
         h = self._hparams
         blocks = np.full((1, len(ids), h.n_index_head, h.top_k), -1, np.int32)
@@ -65,19 +68,14 @@ class OurLayer(OurEngine):
 class LlamaLayer(LlamaCpp):
     """llama.cpp by its C interface."""
 
-    def fill(self, ids: NDArray[np.int32]) -> None:
-        memory = self._lib.llama_get_memory(self._context)
-        pieces = []
-        for first in range(0, len(ids), BATCH):
-            self._lib.llama_memory_clear(memory, False)
-            self._length = first
-            self.eval(ids[first : first + BATCH])
-            pieces.append(State(self._state()))
-        self._lib.llama_memory_clear(memory, False)
-        whole = State.joined(pieces)
-        data = (ctypes.c_uint8 * len(whole)).from_buffer(whole)
-        if self._lib.llama_state_seq_set_data(self._context, data, len(whole), 0) != len(whole):
-            sys.exit("llama.cpp does not take the joined state: another version than 0.3.36?")
+    def fill(self, ids: NDArray[np.int32], theta: float, n_rot: int, dim: int) -> None:
+        """The same. Keys, index keys too, are heads of `dim`, of which the first n_rot channels are rotated."""
+        self.eval(np.arange(self._n_vocab, dtype=np.int32))
+        state = bytearray(State(self._state()).of(ids, Rotation(theta, n_rot, dim)))
+        self._lib.llama_memory_clear(self._lib.llama_get_memory(self._context), False)
+        data = (ctypes.c_uint8 * len(state)).from_buffer(state)
+        if self._lib.llama_state_seq_set_data(self._context, data, len(state), 0) != len(state):
+            sys.exit("llama.cpp does not take the state: another version than 0.3.36?")
         self._length = len(ids)
 
     def _state(self) -> bytes:
@@ -86,8 +84,27 @@ class LlamaLayer(LlamaCpp):
         return bytes(data[:n])
 
 
+@dataclass(frozen=True)
+class Rotation:
+    """RoPE on the first channels of each head, in pairs (i, i + n_rot / 2)."""
+
+    theta: float
+    n_rot: int
+    dim: int
+
+    def moved(self, rows: NDArray[np.float16], by: NDArray[np.int64]) -> NDArray[np.float16]:
+        """Rows [n, heads * dim] as they would be `by` [n] positions further on."""
+        half = self.n_rot // 2
+        heads = rows.astype(np.float32).reshape(len(rows), -1, self.dim)
+        angles = by[:, None, None] * self.theta ** (-np.arange(half) / half)
+        cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+        a, b = heads[:, :, :half].copy(), heads[:, :, half : self.n_rot].copy()
+        heads[:, :, :half], heads[:, :, half : self.n_rot] = a * cos - b * sin, a * sin + b * cos
+        return heads.reshape(rows.shape).astype(np.float16)
+
+
 class State:
-    """The saved state of a sequence of llama.cpp 0.3.36, of a model with one layer.
+    """The saved state of a sequence of llama.cpp 0.3.36: of one layer and F16 caches, with token i at position i.
 
     8 bytes, and then the cache of K and V and that of index keys, each as: streams (1), cells, [position, 1, sequence]
     of each cell, transposed (0), layers (1), and twice the type, the bytes of a row (uint64), the rows.
@@ -95,8 +112,7 @@ class State:
 
     def __init__(self, data: bytes) -> None:
         self._data, self._at = data, 8
-        self.header = data[:8]
-        self.caches = [self._cache(), self._cache()]
+        self._caches = [self._cache(), self._cache()]
         if self._at != len(data):
             sys.exit(f"a state of {len(data)} bytes, {self._at} were expected")
 
@@ -104,49 +120,52 @@ class State:
         self._at += n
         return self._data[self._at - n : self._at]
 
-    def _cache(self) -> tuple[bytes, bytes, list[tuple[bytes, bytes]]]:
-        """Cells, what comes before the rows, and the rows of K and V with their heads."""
+    def _cache(self) -> list[tuple[bytes, NDArray[np.float16]]]:
+        """Keys and values, each with what stands before them."""
         streams, n_cells = struct.unpack("<II", self._take(8))
-        cells = self._take(12 * n_cells)
-        middle = self._take(8)
-        if streams != 1 or struct.unpack("<II", middle) != (0, 1):
-            sys.exit(f"{streams} streams, transposed and layers {struct.unpack('<II', middle)}: expected 1, (0, 1)")
-        rows = []
+        self._take(12 * n_cells)
+        middle = struct.unpack("<II", self._take(8))
+        if streams != 1 or middle != (0, 1):
+            sys.exit(f"{streams} streams, transposed and layers {middle}: expected 1, (0, 1)")
+        found = []
         for _ in range(2):
             head = self._take(12)
-            rows.append((head, self._take(struct.unpack("<iQ", head)[1] * n_cells)))
-        return cells, middle, rows
+            kind, n_bytes = struct.unpack("<iQ", head)
+            if kind != GGML_TYPE_F16:
+                sys.exit(f"a cache of type {kind}, expected F16")
+            found.append((head, np.frombuffer(self._take(n_bytes * n_cells), np.float16).reshape(n_cells, -1)))
+        return found
 
-    @staticmethod
-    def joined(pieces: list["State"]) -> bytearray:
-        out = bytearray(pieces[0].header)
-        for i in range(2):
-            caches = [piece.caches[i] for piece in pieces]
-            cells = b"".join(cache[0] for cache in caches)
-            out += struct.pack("<II", 1, len(cells) // 12) + cells + caches[0][1]
-            for j in range(2):
-                out += caches[0][2][j][0]
-                for cache in caches:
-                    out += cache[2][j][1]
-        return out
+    def of(self, ids: NDArray[np.int32], rotation: Rotation) -> bytes:
+        """The same of other tokens from position 0 on."""
+        cells = np.zeros((len(ids), 3), np.uint32)
+        cells[:, 0], cells[:, 1] = np.arange(len(ids)), 1
+        parts = [self._data[:8]]
+        for (key_head, keys), (value_head, values) in self._caches:
+            parts += [struct.pack("<II", 1, len(ids)), cells.tobytes(), struct.pack("<II", 0, 1)]
+            parts += [key_head, rotation.moved(keys[ids], np.arange(len(ids)) - ids).tobytes()]
+            parts += [value_head, values[ids].tobytes()]
+        return b"".join(parts)
 
 
 class Comparison:
     """The programs on one file. Times are medians over rounds, in milliseconds for a token or a prefill."""
 
-    def __init__(self, path: Path, arguments: argparse.Namespace, n_vocab: int) -> None:
-        self._path, self._arguments = path, arguments
+    def __init__(self, path: Path, arguments: argparse.Namespace, hparams: Any) -> None:
+        """hparams: of the file, an `m3_runtime.engine.Hparams`."""
+        self._path, self._arguments, self._hparams = path, arguments, hparams
         self._tests = {"decode": (arguments.decode, 1), "prefill": (arguments.prefill, arguments.prefill)}
         context = arguments.depth + max(arguments.prefill, arguments.decode) + 1
-        self._ids = np.random.default_rng(1).integers(0, n_vocab, context).tolist()
+        self._ids = np.random.default_rng(1).integers(0, hparams.n_vocab, context).tolist()
         kinds = {"full": sys.executable, "low_bit": sys.executable, "llama": arguments.llama}
         self._workers = {k: Worker(python, k, path, context, arguments) for k, python in kinds.items()}
 
     def run(self) -> list[dict[str, object]]:
         depth = self._arguments.depth
         shallow = {test: self._rounds(test, 0) for test in self._tests}
-        for kind, worker in self._workers.items():
-            print(f"{kind}: {depth} tokens in {worker.ask('fill', self._ids[:depth]):.0f} s", file=sys.stderr)
+        h = self._hparams
+        for worker in self._workers.values():
+            worker.ask("fill", self._ids[:depth], h.rope_theta, h.n_rot, h.head_dim)
         self._check_logits(depth)
         lines = []
         for test in self._tests:
@@ -175,9 +194,10 @@ class Comparison:
             for kind, worker in self._workers.items():
                 if test == "prefill" and kind == "low_bit":
                     continue  # scans of many queries are full
-                seconds = worker.ask("eval", self._ids[depth : depth + n], at_once)
+                size = n if number else min(n, WARM_TOKENS)
+                seconds = worker.ask("eval", self._ids[depth : depth + size], at_once)
                 worker.ask("rewind", depth)
-                if number:  # the first one warms up
+                if number:
                     times[kind].append(1e3 * seconds * at_once / n)
         return times
 
@@ -227,11 +247,9 @@ def main() -> None:
     print("  ".join(f"{column:>14}" for column in COLUMNS))
     with Model(arguments.file) as model:
         h = model.hparams
-        if h.n_layer != 1 or h.n_dense_layer:
-            sys.exit(
-                f"{arguments.file}: {h.n_layer} layers, {h.n_dense_layer} of them dense; expected one sparse layer"
-            )
-    lines = Comparison(arguments.file, arguments, h.n_vocab).run()
+        if h.n_layer != 1 or h.n_dense_layer or h.index_dim != h.head_dim:
+            sys.exit(f"{arguments.file}: expected one sparse layer, and index keys as wide as keys")
+    lines = Comparison(arguments.file, arguments, h).run()
     if arguments.csv:
         with arguments.csv.open("w", newline="") as file:
             file.write(first_line + "\n")
