@@ -37,8 +37,10 @@ static bool forget(const m3_model *m, const m3_weight *w) {
   return !is_resident(w, 0);
 }
 
+/* Waits for up to ten seconds in all. */
 static bool comes(const m3_weight *w, int32_t expert) {
-  for (int i = 0; i < 2000; i++) {
+  static int waited;
+  for (; waited < 2000; waited++) {
     if (is_resident(w, expert)) return true;
     nanosleep(&(struct timespec){.tv_nsec = 5000000}, NULL);
   }
