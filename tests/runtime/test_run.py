@@ -497,7 +497,7 @@ def test_weights_that_are_not_finite(m3_run: Runner, tiny_gguf: Path, tmp_path: 
         (["-p", "a", "--device", "tpu"], "'--device'"),
         (["-p", "a", "--isa", "mmx"], "'--isa'"),
         (["-p", "a", "--attention", "flash"], "'--attention'"),
-        (["-p", "a", "--kv-type", "q8_0"], "'--kv-type'"),
+        (["-p", "a", "--kv-type", "q5_0"], "'--kv-type'"),
         (["-p", "a", "--index-type", "q4_0"], "'--index-type'"),
         (["-p", "a", "--thinking", "yes"], "'--thinking'"),
         (["-p", "a", "--nosuch"], "No such option: --nosuch"),
