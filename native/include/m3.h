@@ -38,7 +38,7 @@ extern "C" {
 
 /* [declarations] The part down to [end of declarations] is free of macros and is read by cffi as it stands. */
 
-#define M3_ABI_VERSION 7
+#define M3_ABI_VERSION 8
 
 /* Limits. A file or an option beyond them is refused by name. */
 #define M3_MAX_LAYERS 1024
@@ -118,6 +118,12 @@ typedef enum m3_isa {
   M3_ISA_AVX512 = 3, /* AVX-512 F, BW, VL, DQ */
   M3_ISA_NEON = 4
 } m3_isa;
+
+/* Where the CPU finds the weights of a file. */
+typedef enum m3_load {
+  M3_LOAD_MAP = 0, /* in the mapped file: read when they are first used, given up when the system is short of memory */
+  M3_LOAD_READ = 1 /* in memory of the process, where m3_model_load reads them to */
+} m3_load;
 
 typedef enum m3_attention {
   M3_ATTENTION_SPARSE = 0, /* what the model was trained for */
@@ -307,6 +313,7 @@ typedef struct m3_model_options {
   uint32_t struct_size;
   int32_t device; /* an m3_device; AUTO is the GPU where library, driver and machine have what it needs, else the CPU */
   int32_t isa;    /* an m3_isa; one that the machine lacks is M3_ERROR_UNSUPPORTED */
+  int32_t load;   /* an m3_load; READ is M3_ERROR_ARGUMENT for a header, and for a GPU, which has a copy anyway */
 } m3_model_options;
 
 /* Opens a GGUF file and binds every weight to its mapping. options may be NULL. Refused by name: another
@@ -332,10 +339,10 @@ m3_status m3_model_bind(m3_model *model, const char *tensor, int32_t expert, con
  * head) if layer is -1. Only for header-only models. */
 m3_status m3_model_unbind_layer(m3_model *model, int32_t layer, m3_error *err);
 
-/* Brings the weights that sessions of layers [layer_first, layer_first + layer_count) need to the model's device; a
- * count of 0 is all from layer_first. m3_session_open does it too; to do it before shows how far it is. What is there
- * stays until close. Nothing to do on the CPU and in header-only models. M3_ERROR_MEMORY, M3_ERROR_DEVICE,
- * M3_ERROR_CANCELLED. */
+/* Brings the weights that sessions of layers [layer_first, layer_first + layer_count) need to the model's device, or
+ * with M3_LOAD_READ to memory; a count of 0 is all from layer_first. m3_session_open does it too; to do it before shows
+ * how far it is. What is there stays until close. Nothing to do for a mapped file on the CPU and in header-only models.
+ * M3_ERROR_MEMORY, M3_ERROR_IO, M3_ERROR_DEVICE, M3_ERROR_CANCELLED. */
 m3_status m3_model_load(m3_model *model, int32_t layer_first, int32_t layer_count, m3_error *err);
 
 /* Bytes brought and to bring by the running load, or the last one; and its end before time. Any thread may call them.
@@ -351,6 +358,11 @@ const m3_gguf *m3_model_gguf(const m3_model *model);       /* metadata; valid un
 const char *m3_model_backend_name(const m3_model *model);  /* "cpu", "cuda" */
 const char *m3_model_device_name(const m3_model *model);   /* of the GPU, or the instruction set; valid until close */
 const char *m3_model_isa_name(const m3_model *model);      /* "scalar", "avx2", "avx512", "neon" */
+
+/* By which code the device multiplies with weights of a type; static storage, NULL for an unknown type. "integer": by
+ * vector instructions in integers, activations rounded to 16 bits; "float": by vector instructions in float32; "plain":
+ * by code without them, which is many times slower; "device": on a GPU, which has one way for all types. */
+const char *m3_model_product_path(const m3_model *model, int32_t type);
 
 /* ------------------------------------------------------------------------------------------------ session */
 

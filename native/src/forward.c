@@ -6,6 +6,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "paging.h"
 #include "session.h"
 
 /* Angles as the reference computes them: the frequency and its product with the position are rounded to float32.
@@ -103,6 +104,7 @@ static m3_status feed_forward(m3_session *s, const m3_context *c, int32_t layer,
     return M3_OK;
   }
   if (!b->router(c, &p)) return not_finite(s, layer, M3_PART_ROUTER, err);
+  m3_page_in(s->model, p.layer, s->scratch.experts, (int64_t)n * s->model->hparams.n_expert_used);
   b->experts(c, &p);
   if (s->model->hparams.n_ff_shared) b->shared(c, &p);
   return M3_OK;

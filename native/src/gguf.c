@@ -106,6 +106,8 @@ static m3_status map_file(m3_gguf *g, m3_error *err) {
                      (long long)st.st_size);
   if (!status) {
     g->size = (uint64_t)st.st_size;
+    g->device = st.st_dev;
+    g->inode = st.st_ino;
     void *p = mmap(NULL, g->size, PROT_READ, MAP_SHARED, fd, 0);
     if (p == MAP_FAILED)
       status = m3_fail(err, errno == ENOMEM ? M3_ERROR_MEMORY : M3_ERROR_IO,

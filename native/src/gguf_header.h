@@ -17,6 +17,7 @@ struct m3_gguf {
   const unsigned char *bytes; /* the mapping, or a copy of the header */
   uint64_t size;
   bool mapped;
+  uint64_t device, inode; /* of the mapped file */
   bool has_data;
   m3_kv_entry *kv;
   m3_tensor *tensors;

@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "cpu/kernels.h"
+#include "paging.h"
 #include "quant/traits.h"
 #include "weights.h"
 
@@ -362,7 +363,17 @@ static m3_status choose_backend(m3_model *m, const m3_model_options *options, m3
     m->backend->describe(m->device_name, sizeof m->device_name);
   else
     snprintf(m->device_name, sizeof m->device_name, "%s", m->kernels->name);
-  return m3_loading_open(&m->loading, err);
+  int32_t load = options ? options->load : M3_LOAD_MAP;
+  if (load < M3_LOAD_MAP || load > M3_LOAD_READ)
+    return m3_fail(err, M3_ERROR_ARGUMENT, "load is %d, expected map (0) or read (1)", (int)load);
+  m->reads = load == M3_LOAD_READ;
+  if (m->reads && (m->backend->weight_load || !m3_gguf_has_data(m->gguf)))
+    return m3_fail(err, M3_ERROR_ARGUMENT, "%s: load is read, which is for the CPU and a file: %s",
+                   m3_gguf_name(m->gguf),
+                   m->backend->weight_load ? "a GPU gets a copy of the weights anyway" : "this is a header");
+  bool mapped = !m->reads && !m->backend->weight_load && m3_gguf_has_data(m->gguf);
+  status = mapped ? m3_pager_open(&m->pager, err) : M3_OK;
+  return status ? status : m3_loading_open(&m->loading, err);
 }
 
 static m3_status open_gguf(m3_gguf *gguf, const m3_model_options *options, m3_model **out, m3_error *err) {
@@ -429,6 +440,7 @@ void m3_model_close(m3_model *m) {
     for (int r = 0; r < M3_LAYER_ROLES; r++) unbind(m, &m->layers[l].w[r]);
   free(m->layers);
   m3_loading_close(m->loading);
+  m3_pager_close(m->pager);
   m3_gguf_close(m->gguf);
   free(m);
 }

@@ -42,6 +42,8 @@ struct m3_weight {
   const void *data;        /* the whole tensor, or NULL */
   const void **experts;    /* [ne[2]] one matrix each, when bound one by one; owned by the model */
   void *device;            /* the whole tensor on the backend's device, see weights.h; owned by the model */
+  void *copy;              /* memory of copy_bytes that `data` lies in, see weight_copy.h; owned by the model */
+  uint64_t copy_bytes;
 };
 
 struct m3_layer {
@@ -57,8 +59,10 @@ struct m3_model {
   const m3_backend *backend;
   const struct m3_kernels *kernels; /* of the CPU backend */
   char device_name[128];
+  bool reads;                 /* weights into memory of the process: M3_LOAD_READ */
   struct m3_loading *loading; /* see weights.h */
   uint64_t bindings;          /* how often data was bound to or taken from a weight */
+  struct m3_pager *pager;     /* see paging.h; NULL where the weights are not in a mapped file */
 };
 
 /* Reads and validates the dimensions. */

@@ -5,6 +5,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#include "weight_copy.h"
+
 /* Bytes that are copied between two looks at the cancellation. */
 #define PIECE ((uint64_t)64 << 20)
 
@@ -37,11 +39,11 @@ static const m3_weight *weight_of(const m3_model *m, int32_t first, int32_t coun
   return &m->outer[i == 0 ? M3_OUTPUT_NORM : M3_OUTPUT_HEAD];
 }
 
-static bool must_load(const m3_weight *w) { return w->tensor && w->data && !w->device; }
+static bool must_load(const m3_weight *w) { return w->tensor && w->data && !w->device && !w->copy; }
 
 uint64_t m3_weights_to_load(const m3_model *m, int32_t first, int32_t count) {
   uint64_t bytes = 0;
-  if (!m->backend->weight_load) return 0;
+  if (!m->backend->weight_load && !m->reads) return 0;
   const m3_weight *w;
   for (int64_t i = 0; (w = weight_of(m, first, count, i)); i++)
     if (must_load(w)) bytes += w->tensor->n_bytes;
@@ -73,6 +75,22 @@ static m3_status load_weight(m3_model *m, m3_weight *w, m3_error *err) {
   return status;
 }
 
+/* Reads what is not in memory yet. */
+static m3_status read_weights(m3_model *m, int32_t first, int32_t count, m3_error *err) {
+  const m3_weight *w;
+  int64_t n = 0;
+  for (int64_t i = 0; (w = weight_of(m, first, count, i)); i++) n += must_load(w);
+  if (!n) return M3_OK;
+  m3_weight **list = calloc((size_t)n, sizeof *list);
+  if (!list) return m3_fail_memory(err, (uint64_t)n * sizeof *list, "a list of weights");
+  n = 0;
+  for (int64_t i = 0; (w = weight_of(m, first, count, i)); i++)
+    if (must_load(w)) list[n++] = (m3_weight *)(uintptr_t)w;
+  m3_status status = m3_copy_weights(m, list, n, &m->loading->done, &m->loading->cancel, err);
+  free(list);
+  return status;
+}
+
 /* Refuses what does not fit before the first byte of it is loaded. */
 static m3_status check_room(const m3_model *m, uint64_t bytes, m3_error *err) {
   uint64_t free_bytes, total_bytes;
@@ -88,7 +106,7 @@ m3_status m3_model_load(m3_model *m, int32_t first, int32_t count, m3_error *err
   if (first < 0 || first > n_layer || count < 0 || count > n_layer - first)
     return m3_fail(err, M3_ERROR_ARGUMENT, "layers %d to %d, the model has %d", (int)first, (int)(first + count) - 1,
                    (int)n_layer);
-  if (!m->backend->weight_load) return M3_OK;
+  if (!m->backend->weight_load && !m->reads) return M3_OK;
   if (!count) count = n_layer - first;
   m3_loading *l = m->loading;
   m3_status status = M3_OK;
@@ -97,9 +115,9 @@ m3_status m3_model_load(m3_model *m, int32_t first, int32_t count, m3_error *err
   atomic_store(&l->done, 0);
   uint64_t total = m3_weights_to_load(m, first, count);
   atomic_store(&l->total, total);
-  status = check_room(m, total, err);
+  status = m->reads ? read_weights(m, first, count, err) : check_room(m, total, err);
   const m3_weight *w;
-  for (int64_t i = 0; !status && (w = weight_of(m, first, count, i)); i++)
+  for (int64_t i = 0; !m->reads && !status && (w = weight_of(m, first, count, i)); i++)
     if (must_load(w)) status = load_weight(m, (m3_weight *)(uintptr_t)w, err);
   pthread_mutex_unlock(&l->lock);
   return status;
@@ -124,6 +142,7 @@ m3_status m3_weight_bound(const m3_model *m, m3_weight *w, int32_t expert, m3_er
 void m3_weight_drop(const m3_model *m, m3_weight *w) {
   if (w->device) m->backend->weight_free(w->device);
   w->device = NULL;
+  m3_weight_copy_free(w);
 }
 
 m3_status m3_model_device_memory(const m3_model *m, uint64_t *free_bytes, uint64_t *total_bytes, m3_error *err) {

@@ -1,4 +1,4 @@
-/* weights.h - weights on a device that does not read host memory. On one that does, there is nothing to do. */
+/* weights.h - weights on a device that does not read host memory, or in memory rather than in the mapped file. */
 #ifndef M3_SRC_WEIGHTS_H
 #define M3_SRC_WEIGHTS_H
 
@@ -17,7 +17,7 @@ uint64_t m3_weights_to_load(const m3_model *model, int32_t first, int32_t count)
 /* Brings data that was bound to a weight, or to one of its experts (else -1), to the device. */
 m3_status m3_weight_bound(const m3_model *model, m3_weight *weight, int32_t expert, m3_error *err);
 
-/* Frees what the device holds of a weight. */
+/* Frees what the device holds of a weight, and what memory does. */
 void m3_weight_drop(const m3_model *model, m3_weight *weight);
 
 #endif

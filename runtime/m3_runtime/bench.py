@@ -2,7 +2,6 @@
 
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,6 @@ from m3_runtime import memory
 from m3_runtime.engine import Memory, Model, Session, SessionOptions
 from m3_runtime.errors import InputError
 from m3_runtime.native import default_threads, version
-from m3_runtime.quantize import type_name
 
 #: Called with what is being done ("prefill at 4096"), and with steps done and in all (see `Session.eval`).
 Progress = Callable[[str, int, int], None]
@@ -43,6 +41,7 @@ class BenchOptions:
     exact: bool
     chunk: int  #: as in `SessionOptions`
     seed: int  #: of the token ids
+    mmap: bool  #: as for `Model`
 
 
 @dataclass(frozen=True)
@@ -83,10 +82,10 @@ class Bench:
     """One run of the bench with an open model. Raises InputError if the file's context does not hold a depth, and
     MachineError if memory does not hold the session."""
 
-    def __init__(self, options: BenchOptions, model: Model, load_seconds: float) -> None:
+    def __init__(self, options: BenchOptions, model: Model) -> None:
         self._options = options
         self._model = model
-        self._load_seconds = load_seconds
+        self.load_seconds = 0.0  #: what opening and loading took, for the report
         trained, measured = model.hparams.context_train, max(options.prefill, options.decode)
         usual = [depth for depth in USUAL_DEPTHS if depth + measured <= trained]
         self._depths = (usual or [0]) if options.depths is None else options.depths
@@ -108,7 +107,8 @@ class Bench:
             "chunk": options.chunk,
         }
         self.plan: Memory = model.memory(**self._session_options)
-        memory.check_session_fits(self.plan.total, context, memory.session_room())
+        room = memory.session_room(0 if options.mmap else model.weight_bytes)
+        memory.check_session_fits(self.plan.total, context, room)
         # Any ids do: the work depends on how many tokens there are. Random ones choose other experts each.
         self._ids: npt.NDArray[np.int32] = np.random.default_rng(options.seed).integers(
             0, model.hparams.n_vocab, context, dtype=np.int32
@@ -172,13 +172,11 @@ class Bench:
     def report(self, measurements: Sequence[Measurement]) -> dict[str, Any]:
         """What --json prints; README documents the keys."""
         options, model = self._options, self._model
-        sizes: Counter[str] = Counter()
-        for tensor in model.gguf.tensors:
-            sizes[type_name(tensor.type)] += tensor.n_bytes
         return {
             "version": version(),
             "file": model.path,
-            "weight_types": dict(sizes.most_common()),
+            "weight_types": model.bytes_by_type,
+            "slow": model.slow_types,
             "device": model.backend_name,
             "isa": model.isa_name,
             "threads": options.threads or default_threads(),
@@ -188,7 +186,8 @@ class Bench:
             "index_scan": options.index_scan,
             "msa": self._model.msa(**self._session_options) or None,
             "context": self._context,
-            "load_s": round(self._load_seconds, 4),
+            "mmap": options.mmap,
+            "load_s": round(self.load_seconds, 4),
             "memory": {
                 "weights_bytes": model.weight_bytes,
                 "kv_bytes": self.plan.kv_bytes,

@@ -10,7 +10,7 @@ import typer
 
 from m3_runtime.command import guarded, new_app, run
 from m3_runtime.errors import InputError
-from m3_runtime.options import Attention, Device, Exact, IndexScan, IndexType, Isa, KvType, Threads, Version
+from m3_runtime.options import Attention, Device, Exact, IndexScan, IndexType, Isa, KvType, NoMmap, Threads, Version
 
 NAME = "m3-bench"
 
@@ -59,6 +59,7 @@ def bench_command(
         int, typer.Option("--chunk", metavar="N", min=0, help="Tokens of a prefill computed together; 0 is 512.")
     ] = 0,
     seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Start of the random token ids.")] = 1,
+    no_mmap: NoMmap = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object when all is measured.")] = False,
     version: Version = False,
 ) -> int:
@@ -85,11 +86,16 @@ def bench_command(
         exact=exact,
         chunk=chunk,
         seed=seed,
+        mmap=not no_mmap,
     )
     memory.check_file_maps(model)
     start = time.perf_counter()
-    with Model(model, device=options.device, isa=options.isa) as opened:
-        bench = Bench(options, opened, time.perf_counter() - start)
+    with Model(model, device=options.device, isa=options.isa, mmap=options.mmap) as opened:
+        bench = Bench(options, opened)
+        progress = _Progress()
+        opened.load(progress=lambda done, total: progress("load", done, total))
+        progress.clear()
+        bench.load_seconds = time.perf_counter() - start
 
         def show(m: Measurement) -> None:
             progress.clear()
@@ -97,7 +103,6 @@ def bench_command(
                 spread = f"{m.spread:.1%}" if m.spread is not None else "-"
                 print(f"{m.test:8}{m.depth:>9}{m.tokens:>9}{m.rate:>12.2f}{spread:>10}", flush=True)
 
-        progress = _Progress()
         if not as_json:
             print(f"{'test':8}{'depth':>9}{'tokens':>9}{'tok/s':>12}{'spread':>10}", flush=True)
         try:

@@ -10,7 +10,7 @@ import typer
 
 from m3_runtime.command import guarded, new_app, run
 from m3_runtime.errors import InputError
-from m3_runtime.options import Attention, Device, Exact, IndexScan, IndexType, Isa, KvType, Threads, Version
+from m3_runtime.options import Attention, Device, Exact, IndexScan, IndexType, Isa, KvType, NoMmap, Threads, Version
 from m3_runtime.text import invalid_utf8
 
 NAME = "m3-run"
@@ -141,6 +141,7 @@ def run_command(
     index_scan: IndexScan = "auto",
     exact: Exact = False,
     isa: Isa = "auto",
+    no_mmap: NoMmap = False,
     version: Version = False,
 ) -> int:
     sampling = {
@@ -181,6 +182,7 @@ def run_command(
         index_type=index_type,
         index_scan=index_scan,
         exact=exact,
+        mmap=not no_mmap,
     )
     return run_model(options)
 

@@ -7,6 +7,7 @@ with Model("m3.gguf") as model, model.session(context=4096) as session:
 
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from m3_runtime.errors import CancelledError, InputError, MachineError
 from m3_runtime.gguf_reader import GGUF, Tensor
 from m3_runtime.interrupts import HeldSignals, hold_signals
 from m3_runtime.native import call, ffi, lib, size_of, text
-from m3_runtime.quantize import TensorType
+from m3_runtime.quantize import TensorType, type_name
 
 __all__ = ["GGUF", "Hparams", "Memory", "Model", "Session", "SessionOptions", "Tensor"]
 
@@ -39,6 +40,7 @@ _DEVICES = _numbers(DEVICES, "DEVICE")
 _ISAS = _numbers(ISAS, "ISA")
 _ATTENTION = _numbers(ATTENTIONS, "ATTENTION")
 _INDEX_SCAN = _numbers(INDEX_SCANS, "INDEX_SCAN")
+_LOADS = {True: lib.M3_LOAD_MAP, False: lib.M3_LOAD_READ}
 _RECORD = {
     "blocks": lib.M3_RECORD_BLOCKS,
     "scores": lib.M3_RECORD_SCORES,
@@ -152,13 +154,17 @@ class Model:
     """Weights of one model, shared by its sessions. Use it as a context manager.
 
     path: as for `GGUF`, mapped read-only. device: "cpu", "cuda", or "auto": the GPU if library, driver and machine have
-    what it needs. isa: instruction set of the CPU kernels. InputError names what is wrong with the file, MachineError
-    what a device lacks.
+    what it needs. isa: instruction set of the CPU kernels. mmap: the CPU uses the weights where the file is mapped; if
+    False, `load` or the first session reads them into memory. InputError names what is wrong with the file,
+    MachineError what a device lacks.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, device: str = "auto", isa: str = "auto") -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], *, device: str = "auto", isa: str = "auto", mmap: bool = True
+    ) -> None:
         out = ffi.new("m3_model **")
-        call(lib.m3_model_open, os.fsencode(path), self._options(device, isa), out)
+        call(lib.m3_model_open, os.fsencode(path), self._options(device, isa, mmap), out)
+        self.mmap = mmap
         self._take(out[0], os.fspath(path))
 
     @classmethod
@@ -168,6 +174,7 @@ class Model:
         header: a GGUF header without tensor data. name: stands for the file in messages.
         """
         self = cls.__new__(cls)
+        self.mmap = True
         out = ffi.new("m3_model **")
         options = cls._options(device, isa)
         call(lib.m3_model_open_header, header, len(header), os.fsencode(name), options, out)
@@ -175,11 +182,12 @@ class Model:
         return self
 
     @staticmethod
-    def _options(device: str, isa: str) -> Any:
+    def _options(device: str, isa: str, mmap: bool = True) -> Any:
         options = ffi.new("m3_model_options *")
         options.struct_size = size_of("m3_model_options")
         options.device = _choose(_DEVICES, device, "device")
         options.isa = _choose(_ISAS, isa, "isa")
+        options.load = _LOADS[mmap]
         return options
 
     def _take(self, pointer: Any, path: str) -> None:
@@ -206,6 +214,21 @@ class Model:
     def weight_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(t.n_bytes for t in self.gguf.tensors)
+
+    @property
+    def bytes_by_type(self) -> dict[str, int]:
+        """Bytes of the weights by the name of their type, most first."""
+        sizes: Counter[str] = Counter()
+        for tensor in self.gguf.tensors:
+            sizes[type_name(tensor.type)] += tensor.n_bytes
+        return dict(sizes.most_common())
+
+    @property
+    def slow_types(self) -> list[str]:
+        """Types of weights that the CPU multiplies by plain code, without vector instructions; most bytes first."""
+        pointer = self._open_pointer()
+        types = {type_name(tensor.type): tensor.type for tensor in self.gguf.tensors}
+        return [t for t in self.bytes_by_type if text(lib.m3_model_product_path(pointer, types[t])) == "plain"]
 
     def _open_pointer(self) -> Any:
         if self._pointer == ffi.NULL:
@@ -238,12 +261,11 @@ class Model:
         return (left[0], total[0]) if total[0] else None
 
     def load(self, *, progress: Progress | None = None) -> None:
-        """Brings the weights of all layers to the GPU, as the first session would; on the CPU there is nothing to do.
+        """Brings the weights of all layers to the GPU, or without mmap to memory, as the first session would.
 
         progress: called with bytes brought and in all. Ctrl-C stops it. MachineError if they do not fit.
         """
         pointer = self._open_pointer()
-        done, total = ffi.new("uint64_t *"), ffi.new("uint64_t *")
         with hold_signals() as held, ThreadPoolExecutor(max_workers=1, thread_name_prefix="m3-load") as worker:
             future = worker.submit(call, lib.m3_model_load, pointer, 0, 0)
             try:
@@ -251,14 +273,19 @@ class Model:
                     if held.pending:
                         lib.m3_model_cancel_load(pointer)
                     elif progress:
-                        lib.m3_model_load_progress(pointer, done, total)
-                        progress(done[0], total[0])
+                        progress(*self.load_progress())
                 future.result()
             except BaseException:
                 while not future.done():
                     lib.m3_model_cancel_load(pointer)
                     wait((future,), _POLL)
                 raise
+
+    def load_progress(self) -> tuple[int, int]:
+        """Bytes brought and to bring by the running load or the last one."""
+        done, total = ffi.new("uint64_t *"), ffi.new("uint64_t *")
+        lib.m3_model_load_progress(self._open_pointer(), done, total)
+        return done[0], total[0]
 
     def memory(self, **options: Unpack[SessionOptions]) -> Memory:
         """What a session with these options would take."""

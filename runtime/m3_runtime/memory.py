@@ -68,10 +68,19 @@ def peak_resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def session_room() -> int | None:
-    """Bytes that a session may take: the lesser of free memory and address space; None if both are unknown."""
+def session_room(weights: int = 0) -> int | None:
+    """Bytes that a session may take: the lesser of free memory and address space; None if both are unknown.
+
+    weights: bytes that are still to be read into memory (--no-mmap). Raises MachineError if they do not fit.
+    """
     known = [room for room in (available_memory(), address_space_left()) if room is not None]
-    return min(known, default=None)
+    room = min(known, default=None)
+    if room is not None and weights > room:
+        raise MachineError(
+            f"not enough memory: the weights take {format_bytes(weights)}, {format_bytes(room)} are free; "
+            "without --no-mmap they are read as they are used"
+        )
+    return None if room is None else room - weights
 
 
 def check_file_maps(path: Path) -> None:

@@ -75,7 +75,7 @@ KvType: TypeAlias = Annotated[
         "--kv-type",
         metavar="|".join(CACHE_TYPES),
         callback=one_of(CACHE_TYPES),
-        help="Type of the cached keys and values.",
+        help="Type of the cached keys and values; below 16 bits the model reads other blocks.",
     ),
 ]
 IndexType: TypeAlias = Annotated[
@@ -84,7 +84,7 @@ IndexType: TypeAlias = Annotated[
         "--index-type",
         metavar="|".join(CACHE_TYPES),
         callback=one_of(CACHE_TYPES),
-        help="Type of the cached index keys, which choose the blocks.",
+        help="Type of the cached index keys, which choose the blocks; below 16 bits others.",
     ),
 ]
 IndexScan: TypeAlias = Annotated[
@@ -103,6 +103,14 @@ Exact: TypeAlias = Annotated[
         "--exact",
         help="On a GPU: float32 everywhere, and results that do not depend on how tokens are evaluated together, as on "
         "the CPU. Slower.",
+    ),
+]
+NoMmap: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--no-mmap",
+        help="On the CPU: read all weights into memory before the run, in place of mapping the file, which reads them "
+        "when they are first used.",
     ),
 ]
 Version: TypeAlias = Annotated[

@@ -3,7 +3,6 @@
 import json
 import sys
 import time
-from collections import Counter
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,7 +17,6 @@ from m3_runtime.generate import Answer, FinishReason, Generator, Prompt
 from m3_runtime.gguf_reader import gguf_files
 from m3_runtime.native import default_threads, version
 from m3_runtime.quantities import format_bytes
-from m3_runtime.quantize import type_name
 from m3_runtime.reply import opens_thinking
 from m3_runtime.sampler import Sampler, SamplerOptions, new_seed
 from m3_runtime.screen import LoadProgress, PrefillProgress, Screen
@@ -54,6 +52,7 @@ class RunOptions:
     index_type: str
     index_scan: str
     exact: bool
+    mmap: bool  #: as for `Model`
 
 
 def run_model(options: RunOptions) -> ExitCode:
@@ -64,7 +63,7 @@ def run_model(options: RunOptions) -> ExitCode:
             f"{options.model}: is a folder; m3-run reads a GGUF file, which m3-convert makes of a checkpoint"
         )
     memory.check_file_maps(options.model)
-    with Model(options.model, device=options.device, isa=options.isa) as model:
+    with Model(options.model, device=options.device, isa=options.isa, mmap=options.mmap) as model:
         return Run(options, model, start).execute()
 
 
@@ -136,7 +135,7 @@ class Run:
         """Bytes for a session: of the GPU what the weights leave, else of the machine. None if that is unknown."""
         device = self._model.device_memory()
         if device is None:
-            return memory.session_room()
+            return memory.session_room(0 if self._options.mmap else self._model.weight_bytes)
         memory.check_weights_fit(self._model.weight_bytes, self._model.device_name, *device)
         return device[0] - self._model.weight_bytes
 
@@ -170,16 +169,9 @@ class Run:
             return "dense"
         return f"sparse (top {h.top_k} of blocks of {h.block_size})"
 
-    def _bytes_by_type(self) -> dict[str, int]:
-        """Bytes of the weights by the name of their type, most first."""
-        sizes: Counter[str] = Counter()
-        for tensor in self._model.gguf.tensors:
-            sizes[type_name(tensor.type)] += tensor.n_bytes
-        return dict(sizes.most_common())
-
     def _status(self, context: int, plan: Memory) -> str:
         options, size = self._options, format_bytes
-        types = ", ".join(f"{name} {size(n_bytes)}" for name, n_bytes in self._bytes_by_type().items())
+        types = ", ".join(f"{name} {size(n_bytes)}" for name, n_bytes in self._model.bytes_by_type.items())
         return (
             f"{self._model.path}: {types}; attention {self._attention()}; context {context}; "
             f"K/V {options.kv_type} {size(plan.kv_bytes)}, index keys {options.index_type} {size(plan.index_bytes)}, "
@@ -199,10 +191,11 @@ class Run:
         return f", msa {way}" if way else ""
 
     def _say_status(self, context: int, plan: Memory) -> None:
+        options = self._options
         _say(self._status(context, plan))
-        if self._options.attention == "dense":
+        if options.attention == "dense":
             _say(DENSE_WARNING)
-        if self._model.backend_name != "cpu":
+        if self._model.backend_name != "cpu" or not options.mmap:
             return
         free, needed = memory.available_memory(), self._model.weight_bytes + plan.total
         if free is not None and needed > free:
@@ -279,7 +272,9 @@ class Run:
             "seed": self._seed,
             "model": str(self._model.gguf.metadata.get("general.name", "")),
             "file": self._model.path,
-            "weight_types": self._bytes_by_type(),
+            "weight_types": self._model.bytes_by_type,
+            "slow": self._model.slow_types,
+            "mmap": options.mmap,
             "kv_type": options.kv_type,
             "index_type": options.index_type,
             "device": self._model.backend_name,

@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import IO, Any, Protocol, cast
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,32 +42,23 @@ BATCH = 512  #: tokens of a prefill that llama.cpp computes together
 GGML_TYPE_F16 = 1
 
 
-class Engine(Protocol):
-    """One program with one sequence."""
-
-    def eval(self, ids: NDArray[np.int32]) -> None:
-        """Appends ids; the logits of the last one are computed."""
-
-    def rewind(self, length: int) -> None: ...
-
-
 class OurEngine:
-    """m3-gguf."""
+    """m3-gguf with one sequence. `eval` appends ids and returns the logits of the last one."""
 
-    def __init__(self, path: str, context: int, threads: int) -> None:
+    def __init__(self, path: str, context: int, threads: int, scan: str = "auto") -> None:
         from m3_runtime import Model
 
-        self._session = Model(path).session(context=context, threads=threads)
+        self._session = Model(path).session(context=context, threads=threads, index_scan=scan)
 
-    def eval(self, ids: NDArray[np.int32]) -> None:
-        self._session.eval(ids)
+    def eval(self, ids: NDArray[np.int32]) -> NDArray[np.float32]:
+        return self._session.eval(ids)
 
     def rewind(self, length: int) -> None:
         self._session.rewind(length)
 
 
 class LlamaCpp:
-    """llama.cpp by its C interface."""
+    """The same of llama.cpp by its C interface."""
 
     def __init__(self, path: str, context: int, threads: int) -> None:
         import llama_cpp
@@ -88,9 +79,10 @@ class LlamaCpp:
         if not self._context:
             sys.exit(f"{path}: llama.cpp does not load it")
         self._batch = llama_cpp.llama_batch_init(BATCH, 0, 1)
+        self._n_vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
         self._length = 0
 
-    def eval(self, ids: NDArray[np.int32]) -> None:
+    def eval(self, ids: NDArray[np.int32]) -> NDArray[np.float32]:
         for first in range(0, len(ids), BATCH):
             part, b = ids[first : first + BATCH], self._batch
             b.n_tokens = len(part)
@@ -101,6 +93,8 @@ class LlamaCpp:
                 sys.exit("llama_decode failed")
             self._length += len(part)
         self._lib.llama_synchronize(self._context)
+        logits = self._lib.llama_get_logits_ith(self._context, -1)
+        return np.ctypeslib.as_array(logits, (self._n_vocab,))
 
     def rewind(self, length: int) -> None:
         if not self._lib.llama_memory_seq_rm(self._lib.llama_get_memory(self._context), 0, length, -1):
@@ -108,36 +102,46 @@ class LlamaCpp:
         self._length = length
 
 
-def work(engine: Engine, commands: IO[str]) -> None:
-    """Answers each command, a JSON list, with the seconds that it took."""
+def work(engine: Any, commands: IO[str], clock: str) -> None:
+    """Answers each command, a JSON list: "eval" ids, so many at once, with the seconds that it took; "logits" ids with
+    the logits of the last one; any other method of the engine ("rewind") with its seconds.
+
+    clock: "wall", or "cpu" for the time of the process.
+    """
+    now = {"wall": time.perf_counter, "cpu": time.process_time}[clock]
     for line in commands:
         kind, *arguments = json.loads(line)
-        if kind == "rewind":
-            engine.rewind(arguments[0])
-            print(0, flush=True)
+        if isinstance(arguments[0], list):
+            arguments[0] = np.array(arguments[0], np.int32)
+        if kind == "logits":
+            print(json.dumps(engine.eval(arguments[0]).tolist()), flush=True)
             continue
-        ids, at_once = np.array(arguments[0], np.int32), arguments[1]
-        start = time.perf_counter()
-        for first in range(0, len(ids), at_once):
-            engine.eval(ids[first : first + at_once])
-        print(time.perf_counter() - start, flush=True)
+        start = now()
+        if kind == "eval":
+            ids, at_once = arguments
+            for first in range(0, len(ids), at_once):
+                engine.eval(ids[first : first + at_once])
+        else:
+            getattr(engine, kind)(*arguments)
+        print(now() - start, flush=True)
 
 
 class Worker:
     """A program in a process of its own."""
 
-    def __init__(self, python: str, kind: str, path: Path, context: int, threads: int) -> None:
-        line = [python, __file__, "--worker", kind, str(path), str(context), str(threads)]
+    def __init__(self, python: str, kind: str, path: Path, context: int, arguments: argparse.Namespace) -> None:
+        clock = "cpu" if arguments.cpu_time else "wall"
+        line = [python, sys.argv[0], "--worker", kind, str(path), str(context), str(arguments.threads), clock]
         self._process = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def ask(self, *command: Any) -> float:
+    def ask(self, *command: Any) -> Any:
         assert self._process.stdin and self._process.stdout
         self._process.stdin.write(json.dumps(command) + "\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         if not answer:
             sys.exit(f"the process ended with {self._process.wait()}")
-        return float(answer)
+        return json.loads(answer)
 
     def close(self) -> None:
         assert self._process.stdin
@@ -154,7 +158,7 @@ class Comparison:
         context = self._depths[-1] + max(arguments.prefill, arguments.decode)
         self._ids = np.random.default_rng(1).integers(0, n_vocab, context).tolist()
         kinds = {"m3": sys.executable, "llama": arguments.llama}
-        self._workers = [Worker(p, kind, path, context, arguments.threads) for kind, p in kinds.items()]
+        self._workers = [Worker(p, kind, path, context, arguments) for kind, p in kinds.items()]
 
     def run(self) -> list[dict[str, object]]:
         lines, length = [], 0
@@ -202,6 +206,32 @@ class Comparison:
         return dict(zip(COLUMNS, values, strict=True))
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Those of both comparisons."""
+    from m3_runtime.native import default_threads
+
+    parser.add_argument("--llama", default=sys.executable, help="a Python that has llama-cpp-python")
+    parser.add_argument("--prefill", type=int, default=512)
+    parser.add_argument("--threads", type=int, default=default_threads())
+    parser.add_argument(
+        "--cpu-time",
+        action="store_true",
+        help="processor time of one thread in place of the clock: for a machine that is busy with other things",
+    )
+    parser.add_argument("--csv", type=Path)
+
+
+def header(arguments: argparse.Namespace) -> str:
+    """What the figures were taken with."""
+    from quantize import processor
+
+    if arguments.cpu_time and arguments.threads != 1:
+        sys.exit("--cpu-time: expected --threads 1: threads that wait take processor time too")
+    busy = "; processor time of one thread, on a machine that did other work too" if arguments.cpu_time else ""
+    ours, theirs = version("m3-gguf"), llama_version(arguments.llama)
+    return f"# {processor()}; m3-gguf {ours}; llama-cpp-python {theirs}{busy}"
+
+
 def llama_version(python: str) -> str:
     code = "import llama_cpp; print(llama_cpp.__version__)"
     return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
@@ -209,23 +239,17 @@ def llama_version(python: str) -> str:
 
 def main() -> None:
     # Here: the process of llama.cpp, which reads this file too, may have none of them.
-    from quantize import processor
-
     from m3_runtime import Model
-    from m3_runtime.native import default_threads
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("--llama", default=sys.executable, help="a Python that has llama-cpp-python")
     parser.add_argument("--depth", default="0,4096,16384")
-    parser.add_argument("--prefill", type=int, default=512)
     parser.add_argument("--decode", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=default_threads())
-    parser.add_argument("--csv", type=Path)
+    add_options(parser)
     arguments = parser.parse_args()
-    header = f"# {processor()}; m3-gguf {version('m3-gguf')}; llama-cpp-python {llama_version(arguments.llama)}"
-    print(header)
+    first_line = header(arguments)
+    print(first_line)
     print("  ".join(f"{column:>14}" for column in COLUMNS))
     lines: list[dict[str, object]] = []
     for path in arguments.files:
@@ -234,16 +258,16 @@ def main() -> None:
         lines += Comparison(path, arguments, n_vocab).run()
     if arguments.csv:
         with arguments.csv.open("w", newline="") as file:
-            file.write(header + "\n")
-            writer = csv.DictWriter(file, COLUMNS)
+            file.write(first_line + "\n")
+            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
             writer.writeheader()
             writer.writerows(lines)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
-        kind, path, context, threads = sys.argv[2:]
+        kind, path, context, threads, clock = sys.argv[2:]
         engine = (OurEngine if kind == "m3" else LlamaCpp)(path, int(context), int(threads))
-        work(cast(Engine, engine), sys.stdin)
+        work(engine, sys.stdin, clock)
     else:
         main()

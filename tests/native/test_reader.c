@@ -85,6 +85,16 @@ int main(void) {
   CHECK(m3_model_open(path, &options, &model, &err) == M3_ERROR_ARGUMENT, "%s", err.message);
   options = (m3_model_options){.struct_size = sizeof options, .device = M3_DEVICE_CUDA};
   CHECK(m3_model_open(path, &options, &model, &err) == M3_ERROR_UNSUPPORTED, "%s", err.message);
+  options = (m3_model_options){.struct_size = sizeof options, .device = M3_DEVICE_CPU, .load = 2};
+  CHECK(m3_model_open(path, &options, &model, &err) == M3_ERROR_ARGUMENT, "%s", err.message);
+  options.load = M3_LOAD_READ;
+  CHECK(m3_model_open_header(t.file.data, t.file.size, "header", &options, &model, &err) == M3_ERROR_ARGUMENT, "%s",
+        err.message);
+  CHECK(m3_model_open(path, &options, &model, &err) == M3_OK && m3_model_load(model, 0, 0, &err) == M3_OK, "%s",
+        err.message);
+  CHECK(strcmp(m3_model_product_path(model, M3_TYPE_F32), "device") != 0 && !m3_model_product_path(model, 999),
+        "path of F32: %s", m3_model_product_path(model, M3_TYPE_F32));
+  m3_model_close(model);
   unlink(path);
   free(t.file.data);
   return finish("test_reader");

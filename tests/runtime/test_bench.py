@@ -50,6 +50,19 @@ def test_json_has_every_test_at_every_depth(m3_bench: Runner, tiny_gguf: Path) -
     assert report["memory"]["peak_rss_bytes"] > 0
 
 
+def test_cache_types_and_slow_types(m3_bench: Runner, tiny_q8_gguf: Path) -> None:
+    options = (tiny_q8_gguf, "--depth", "0", "-p", 8, "-n", 0, "--repeats", 1, "--device", "cpu", "--json")
+    sizes = []
+    for kv_type in ("f16", "q8_0", "q4_0"):
+        code, out, _ = m3_bench(*options, "--kv-type", kv_type)
+        report = json.loads(out)
+        assert (code, report["kv_type"], report["slow"]) == (0, kv_type, [])
+        sizes.append(report["memory"]["kv_bytes"])
+    assert [size / sizes[0] for size in sizes] == [1, 34 / 64, 18 / 64]
+    code, out, _ = m3_bench(*options, "--isa", "scalar")
+    assert json.loads(out)["slow"] == list(json.loads(out)["weight_types"]) != []
+
+
 @pytest.mark.parametrize("scan", ["full", "low_bit"])
 def test_index_scan(m3_bench: Runner, tiny_gguf: Path, scan: str) -> None:
     options = ("--depth", "200", "-p", 8, "-n", 2, "--repeats", 1, "--device", "cpu")
@@ -105,9 +118,10 @@ def test_the_cache_has_the_depth_when_a_run_begins(tiny_gguf: Path, monkeypatch:
         exact=False,
         chunk=0,
         seed=1,
+        mmap=True,
     )
     with Model(tiny_gguf) as model:
-        Bench(options, model, 0.0).run(lambda _: None, lambda *_: None)
+        Bench(options, model).run(lambda _: None, lambda *_: None)
     at_depth = [(0, 10)] * 3 + [(0, 1)] + [(0, 1), (1, 1)] * 2
     assert evaluated == [*at_depth, (0, 20), *((20 + length, n) for length, n in at_depth)]
 
