@@ -113,6 +113,7 @@ typedef struct m3_state_params {
   const m3_hparams *hparams;
   int32_t sequences, chunk;
   int64_t blocks; /* of the longest sequence */
+  bool exact;     /* M3_SESSION_EXACT */
 } m3_state_params;
 
 typedef struct m3_embed_params {
