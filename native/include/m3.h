@@ -363,6 +363,16 @@ typedef struct m3_session m3_session;
  * result. For tests. */
 #define M3_SESSION_POISON 1
 
+/* Float32 products and sums everywhere, and results that do not depend on how rows are cut into evals and chunks, bit
+ * for bit. The CPU always computes so, but that it rounds the inputs of weights of block types (to 16 bits for each 32
+ * of them, an error below 1.6e-5 of the largest). A GPU without this flag rounds these inputs too, number by number as
+ * the CPU does, and adds up exact integer products of groups of 16 or 32 columns, so that its products have the CPU's
+ * precision for any number of rows; but the float32 sums of the groups are taken in one order where a chunk (or, for
+ * the output head, what it computes logits of at once) has up to 8 rows, and in another where it has more: the same row
+ * may then differ by float32 rounding, some 1e-6 of the result. Nothing else in the chunk changes a bit of a row. With
+ * the flag the inputs of products stay float32, and it is much slower. */
+#define M3_SESSION_EXACT 2
+
 typedef struct m3_session_options {
   uint32_t struct_size;
   int32_t sequences;   /* 1 to M3_MAX_SEQUENCES; 0 is 1 */

@@ -65,7 +65,7 @@ static m3_status complete_options(const m3_model *m, const m3_session_options *i
   if (!status && o->index_scan == M3_INDEX_SCAN_LOW_BIT && !m->backend->low_bit_page_bytes)
     status = m3_fail(err, M3_ERROR_UNSUPPORTED, "index_scan low_bit: backend %s has no low-bit index keys; cpu has",
                      m->backend->name);
-  if (!status) status = check_range("flags", o->flags, 0, M3_SESSION_POISON, err);
+  if (!status) status = check_range("flags", o->flags, 0, 2 * M3_SESSION_EXACT - 1, err);
   if (!status) status = check_cache_type(o->kv_type, m->hparams.head_dim, "kv_type", err);
   if (!status) status = check_cache_type(o->index_type, m->hparams.index_dim, "index_type", err);
   /* A chunk longer than everything the session can hold would only cost memory. */
@@ -198,7 +198,8 @@ static m3_state_params state_params(const m3_model *m, const m3_session_options 
   return (m3_state_params){.hparams = &m->hparams,
                            .sequences = o->sequences,
                            .chunk = o->chunk,
-                           .blocks = (o->context + m->hparams.block_size - 1) / m->hparams.block_size};
+                           .blocks = (o->context + m->hparams.block_size - 1) / m->hparams.block_size,
+                           .exact = (o->flags & M3_SESSION_EXACT) != 0};
 }
 
 m3_status m3_session_memory(const m3_model *m, const m3_session_options *options, m3_memory *out, m3_error *err) {

@@ -15,7 +15,7 @@ static bool low_bit(void) { return options.device == M3_DEVICE_CPU; } /* has low
 static const m3_session_options plain = {.struct_size = sizeof(m3_session_options),
                                          .context = 160,
                                          .record = M3_RECORD_BLOCKS,
-                                         .flags = M3_SESSION_POISON,
+                                         .flags = M3_SESSION_POISON | M3_SESSION_EXACT,
                                          .n_threads = 1};
 
 static m3_session *new_session(m3_session_options o) {

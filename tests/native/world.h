@@ -23,6 +23,7 @@ typedef struct op_case {
   int32_t weight_type, kv_type, index_type;
   int32_t n_sequences, n_rows; /* rows of each sequence in the chunk */
   int64_t context;             /* tokens of each sequence after the chunk */
+  bool exact;                  /* as M3_SESSION_EXACT */
 } op_case;
 
 typedef struct world {
@@ -272,7 +273,8 @@ static inline world *new_world(const op_case *c, const m3_backend *b, int32_t th
   new_cache(w);
   new_rows(w);
   new_scratch(w, b, threads);
-  m3_state_params state = {&w->h, c->n_sequences, w->n, blocks_of_case(c)};
+  m3_state_params state = {
+      .hparams = &w->h, .sequences = c->n_sequences, .chunk = w->n, .blocks = blocks_of_case(c), .exact = c->exact};
   if (b->open(&state, &w->state, NULL)) abort();
   b->begin(&(m3_context){.hparams = &w->h, .scratch = &w->scratch, .state = w->state}, &w->rows);
   return w;

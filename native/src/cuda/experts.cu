@@ -176,7 +176,8 @@ static void add_up(const m3_context *c, const m3_ffn_params *p) {
   const m3_scratch *w = c->scratch;
   dim3 grid((unsigned)p->n, m3_blocks_for(h->n_embd, M3_THREADS));
   m3_launch(c->state, "sum of experts", combine, grid, M3_THREADS, 0, (const float *)w->expert_out,
-            (const int32_t *)c->state->grouping.place, (const float *)w->weights, h->n_expert_used, h->n_embd, p->hidden);
+            (const int32_t *)c->state->grouping.place, (const float *)w->weights, h->n_expert_used, h->n_embd,
+            p->hidden);
 }
 
 /* Few rows: gate and up in one launch, with SwiGLU, and down in another, which adds up the experts of a single token
@@ -218,40 +219,29 @@ void m3_cuda_experts(const m3_context *c, const m3_ffn_params *p) {
   const m3_weight *l = p->layer->w;
   if (few_experts(c, p)) return;
   int32_t pairs = p->n * h->n_expert_used;
-  bool many = !s->exact && p->n > M3_FEW_ROWS, in = many && m3_cuda_has_units(&l[M3_GATE_EXPS]) && m3_cuda_has_units(&l[M3_UP_EXPS]);
-  bool out = many && m3_cuda_has_units(&l[M3_DOWN_EXPS]);
+  bool many = !s->exact && p->n > M3_FEW_ROWS;
   /* As if rows were spread evenly: an expert with more rows gets more groups. */
-  int32_t plain_rows = m3_cuda_group_rows(p->n == 1 ? 1 : (pairs + h->n_expert - 1) / h->n_expert);
-  int32_t rows = in ? m3_cuda_many_group_rows(pairs, h->n_expert) : plain_rows;
-  m3_product product = {{{&l[M3_GATE_EXPS], w->gate, h->n_ff_expert}, {&l[M3_UP_EXPS], w->up, h->n_ff_expert}},
-                        2,
-                        w->normed,
-                        pairs,
-                        false,
-                        s->grouping.row,
-                        &s->grouping,
-                        rows,
-                        group(c, p->n, rows)};
-  if (in) {
-    m3_cuda_round(c, w->normed, p->n, h->n_embd);
-    m3_cuda_many_rows(c, &product);
-  } else {
-    m3_cuda_plain_product(s, &product);
-  }
-  if (in != out) {
-    product.group_rows = out ? m3_cuda_many_group_rows(pairs, h->n_expert) : plain_rows;
-    product.max_groups = group(c, p->n, product.group_rows);
-  }
-  product.parts[0] = m3_product_part{&l[M3_DOWN_EXPS], w->expert_out, h->n_embd};
-  product.n_parts = 1;
-  product.x = w->gate;
-  product.gather = NULL;
-  if (out) {
+  int32_t even = p->n == 1 ? 1 : (pairs + h->n_expert - 1) / h->n_expert;
+  m3_product in = {{{&l[M3_GATE_EXPS], w->gate, h->n_ff_expert}, {&l[M3_UP_EXPS], w->up, h->n_ff_expert}},
+                   2,
+                   w->normed,
+                   pairs,
+                   false,
+                   s->grouping.row,
+                   &s->grouping};
+  m3_product out = m3_one_product(&l[M3_DOWN_EXPS], w->gate, pairs, w->expert_out, false);
+  out.grouping = &s->grouping;
+  int32_t rows =
+      many ? min(m3_cuda_many_group_rows(&in, pairs, h->n_expert), m3_cuda_many_group_rows(&out, pairs, h->n_expert))
+           : m3_cuda_group_rows(even);
+  in.group_rows = out.group_rows = rows;
+  in.max_groups = out.max_groups = group(c, p->n, rows);
+  if (many && m3_cuda_any_units(&in)) m3_cuda_round(c, w->normed, p->n, h->n_embd);
+  many ? m3_cuda_many_rows(c, &in) : m3_cuda_plain_product(s, &in);
+  if (many && m3_cuda_any_units(&out))
     m3_cuda_round_swiglu(c, w->gate, w->up, pairs, h->n_ff_expert);
-    m3_cuda_many_rows(c, &product);
-  } else {
+  else
     m3_cuda_swiglu(s, h, w->gate, w->up, (int64_t)pairs * h->n_ff_expert);
-    m3_cuda_plain_product(s, &product);
-  }
+  many ? m3_cuda_many_rows(c, &out) : m3_cuda_plain_product(s, &out);
   add_up(c, p);
 }

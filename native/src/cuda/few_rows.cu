@@ -1,7 +1,8 @@
 /* Products with few rows. Each warp keeps a ring of pieces of weights under way to its shared memory: pieces of 1024
- * columns of two or four rows of the weight, as they stand in the file. A lane multiplies a unit of 32 weights (units.cuh)
- * by bytes; the lanes' sums are added in one tree, and those of the pieces in the order of the columns, so that what a
- * row gets depends neither on the rows beside it nor on how rows of the weight are spread over blocks and warps. */
+ * columns of two or four rows of the weight, as they stand in the file. A lane multiplies a unit of 32 weights
+ * (units.cuh) by bytes; the lanes' sums are added in one tree, and those of the pieces in the order of the columns, so
+ * that what a row gets depends neither on the rows beside it nor on how rows of the weight are spread over blocks and
+ * warps. */
 #include "cuda/activations.cuh"
 #include "cuda/few_rows.cuh"
 #include "cuda/launch.cuh"
@@ -150,8 +151,9 @@ struct piece {
                                                      : (int)sizeof(m3_block_iq1_m);
   static constexpr int COLUMNS = FLOATS ? 1024 / SIZE : 1024;
   static constexpr int BYTES = FLOATS ? 1024 : 4 * UNIT_BYTES_8;
-  static constexpr int SLOT = (BYTES + 15) / 16 * 16 + 32; /* it may begin anywhere in 16 bytes, and a word more is read */
-  static constexpr int OUTS = BYTES <= 720 ? 4 : 2;        /* rows of the weight */
+  static constexpr int SLOT =
+      (BYTES + 15) / 16 * 16 + 32;                  /* it may begin anywhere in 16 bytes, and a word more is read */
+  static constexpr int OUTS = BYTES <= 720 ? 4 : 2; /* rows of the weight */
   static constexpr int SLOTS = RING_BYTES / (OUTS * SLOT) < 4 ? RING_BYTES / (OUTS * SLOT) : 4;
   static constexpr int AHEAD = SLOTS - 1;
 };
@@ -175,9 +177,7 @@ __device__ static __forceinline__ void wait_for_copies() {
 }
 
 /* Sum of products of four signed bytes with x of each half. */
-__device__ static __forceinline__ int dot_high(uint32_t q, uint32_t x, int sum) {
-  return __dp4a((int)x, (int)q, sum);
-}
+__device__ static __forceinline__ int dot_high(uint32_t q, uint32_t x, int sum) { return __dp4a((int)x, (int)q, sum); }
 __device__ static __forceinline__ int dot_low(uint32_t q, uint32_t x, int sum) {
   asm("dp4a.u32.s32 %0, %1, %2, %0;" : "+r"(sum) : "r"(x), "r"(q));
   return sum;
@@ -213,8 +213,7 @@ __device__ static __forceinline__ void add_unit(const m3_unit (&u)[piece<TYPE>::
       }
 #pragma unroll
       for (int k = m3_unit_is_group(TYPE) ? 1 : 0; k < 2; k++)
-        sum[o * ROWS + r] =
-            fmaf((float)(256 * high[k] + low[k]), u[o].scale[k] * scale[k], sum[o * ROWS + r]);
+        sum[o * ROWS + r] = fmaf((float)(256 * high[k] + low[k]), u[o].scale[k] * scale[k], sum[o * ROWS + r]);
 #pragma unroll
       for (int k = 0; k < 2; k++)
         if (m3_unit_has_min(TYPE)) sum[o * ROWS + r] = fmaf(-u[o].min[k], half[k], sum[o * ROWS + r]);
@@ -261,8 +260,8 @@ __device__ static __forceinline__ void add_floats(const char *const (&w)[piece<T
 
 /* ------------------------------------------------------------------------------------------------ a block */
 
-/* The rows of the weight of a block, in lots of OUTS: with `up` half of a lot are rows of weight, half of up. Pieces are
- * numbered lots outermost, then experts of a weighted sum, then columns. */
+/* The rows of the weight of a block, in lots of OUTS: with `up` half of a lot are rows of weight, half of up. Pieces
+ * are numbered lots outermost, then experts of a weighted sum, then columns. */
 struct lots {
   int32_t first, end; /* rows of the weight (and of up) */
   int32_t n, experts, steps;
@@ -344,7 +343,8 @@ __device__ static inline void write_results(const few_params &p, const few_part 
     float *y = part.y + (int64_t)(g.first + r) * part.ldy + all.first + j;
     if (part.up) {
       int32_t pairs = outs / 2, lot = j / pairs, o = j % pairs * 2;
-      float gate = total(partial, all, lot, 0, outs, ROWS, o, r), up = total(partial, all, lot, 0, outs, ROWS, o + 1, r);
+      float gate = total(partial, all, lot, 0, outs, ROWS, o, r),
+            up = total(partial, all, lot, 0, outs, ROWS, o + 1, r);
       *y = m3_swiglu(gate, up, p.limit, p.alpha);
     } else if (p.sum_weights) {
       float sum = 0;
@@ -510,13 +510,17 @@ cudaError_t m3_cuda_few_rows_setup() {
 static bool is_float(int32_t type) { return type == M3_TYPE_F32 || type == M3_TYPE_F16 || type == M3_TYPE_BF16; }
 
 /* Rows of whole runs of 16 bytes. */
-static bool has_even_rows(const m3_tensor *t) { return !is_float(t->type) || m3_row_bytes(t->type, t->ne[0]) % 16 == 0; }
+static bool has_even_rows(const m3_tensor *t) {
+  return !is_float(t->type) || m3_row_bytes(t->type, t->ne[0]) % 16 == 0;
+}
 
 static uint32_t bytes_of_row(const m3_tensor *t) {
   return is_float(t->type) ? (uint32_t)t->ne[0] * 4 : (uint32_t)m3_rounded_bytes((int32_t)t->ne[0]);
 }
 
-static uint32_t room_for_x(const m3_device_state *s) { return s->shared_bytes - WARPS * RING_BYTES - 4 * MOST_PARTIALS; }
+static uint32_t room_for_x(const m3_device_state *s) {
+  return s->shared_bytes - WARPS * RING_BYTES - 4 * MOST_PARTIALS;
+}
 
 bool m3_cuda_takes_few_rows(const m3_context *c, const m3_weight *weight, int32_t n, int32_t held) {
   const m3_tensor *t = weight->tensor;
@@ -524,8 +528,8 @@ bool m3_cuda_takes_few_rows(const m3_context *c, const m3_weight *weight, int32_
          (uint64_t)bytes_of_row(t) * (uint64_t)held <= room_for_x(c->state);
 }
 
-/* Gives each block of a group its rows, by the bytes of the weights and so that the blocks are at work together, in as few
- * waves as the room for sums of pieces allows; returns the blocks of a group. */
+/* Gives each block of a group its rows, by the bytes of the weights and so that the blocks are at work together, in as
+ * few waves as the room for sums of pieces allows; returns the blocks of a group. */
 static unsigned spread(const m3_device_state *s, few_params *f, int32_t rows, int32_t groups, int64_t *partials) {
   double bytes = 0;
   for (int i = 0; i < f->n_parts; i++) bytes += (double)f->parts[i].n_out * (double)f->parts[i].row_bytes;
@@ -598,10 +602,10 @@ bool m3_cuda_few_rows(const m3_context *c, const m3_few_product *p) {
     if (rows == 1 || p->grouping) return false;
     held = rows /= 2;
   }
-  f.max_groups = p->grouping       ? p->max_groups
-                 : p->sum_weights  ? 1
-                 : p->experts      ? p->used
-                                   : (int32_t)m3_blocks_for(p->n, rows);
+  f.max_groups = p->grouping      ? p->max_groups
+                 : p->sum_weights ? 1
+                 : p->experts     ? p->used
+                                  : (int32_t)m3_blocks_for(p->n, rows);
   /* Blocks of groups of experts are laid out as for one token's. */
   int32_t at_once = p->grouping ? c->hparams->n_expert_used : f.max_groups;
   int64_t partials;

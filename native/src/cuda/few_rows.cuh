@@ -15,9 +15,9 @@ struct m3_few_part {
   const m3_weight *up = NULL;
 };
 
-/* Which rows are multiplied with which matrix: rows 0 to n - 1 with the one there is; or with `experts`, which is of one
- * token, `used` matrices with row 0 of x for the k-th place of y, or, if `sum_weights`, with the k-th row of x, for y +=
- * the sum of the results weighted by sum_weights[k]; or with `grouping` as in m3_product. */
+/* Which rows are multiplied with which matrix: rows 0 to n - 1 with the one there is; or with `experts`, which is of
+ * one token, `used` matrices with row 0 of x for the k-th place of y, or, if `sum_weights`, with the k-th row of x, for
+ * y += the sum of the results weighted by sum_weights[k]; or with `grouping` as in m3_product. */
 struct m3_few_product {
   m3_few_part parts[M3_PRODUCT_PARTS];
   int32_t n_parts;
@@ -34,7 +34,8 @@ struct m3_few_product {
   int32_t group_rows = 0, max_groups = 0;
 };
 
-static inline m3_few_product m3_one_few_product(const m3_weight *weight, const float *x, int32_t n, float *y, bool add) {
+static inline m3_few_product m3_one_few_product(const m3_weight *weight, const float *x, int32_t n, float *y,
+                                                bool add) {
   return m3_few_product{{{weight, y, weight->tensor->ne[1]}}, 1, x, n, add};
 }
 

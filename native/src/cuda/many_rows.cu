@@ -1,7 +1,8 @@
 /* Products with many rows. A block multiplies a tile of BM rows of the weight by BN rows of x in steps of 128 columns:
- * weights are unpacked to signed bytes in shared memory, rounded activations arrive as their two bytes, and tensor cores
- * give the exact integer sum of each group of 16 or 32 columns; its product with the two scales is added in float32,
- * group after group. So results have the precision of the CPU's, and depend neither on the tile nor on other rows. */
+ * weights are unpacked to signed bytes in shared memory, rounded activations arrive as their two bytes, and tensor
+ * cores give the exact integer sum of each group of 16 or 32 columns; its product with the two scales is added in
+ * float32, group after group. So results have the precision of the CPU's, and depend neither on the tile nor on other
+ * rows. */
 #include "cuda/activations.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/many_rows.cuh"
@@ -9,26 +10,6 @@
 #include "cuda/units.cuh"
 
 enum { THREADS = 256, WARPS = THREADS / M3_WARP, STEP = 128, WARP_OUTS = 32 };
-
-struct many_part {
-  const char *weight;
-  int64_t expert_bytes, row_bytes;
-  int32_t type, n_out;
-  unsigned first_block;
-  float *y;
-  int64_t ldy;
-};
-
-struct many_params {
-  many_part parts[M3_PRODUCT_PARTS];
-  int32_t n_parts, n_in, n;
-  bool add;
-  const char *x;
-  const int32_t *gather;      /* or NULL */
-  const m3_row_group *groups; /* or NULL */
-  const int32_t *n_groups;
-  int32_t max_groups;
-};
 
 /* What a block holds in shared memory; bytes of a row in pieces of 16 that change places by row, so that eight rows are
  * read at once. */
@@ -102,7 +83,7 @@ __device__ static inline void load_any(int32_t type, const uint8_t *row, uint32_
 
 /* GROUP: columns of a scale; MIN: there are minima. */
 template <int GROUP, bool MIN, int BM, int BN>
-__global__ static void __launch_bounds__(THREADS, 2) multiply_many(const __grid_constant__ many_params p) {
+__global__ static void __launch_bounds__(THREADS, 2) multiply_many(const __grid_constant__ m3_many_params p) {
   extern __shared__ __align__(128) char shared[];
   using T = tile<BM, BN>;
   T &t = *(T *)shared;
@@ -116,7 +97,7 @@ __global__ static void __launch_bounds__(THREADS, 2) multiply_many(const __grid_
   int which = 0;
   for (int i = 1; i < p.n_parts; i++)
     if (block >= p.parts[i].first_block) which = i;
-  const many_part &part = p.parts[which];
+  const m3_many_part &part = p.parts[which];
   m3_row_group g = {0, group * BN, min(BN, p.n - group * BN)};
   if (p.groups) {
     if (group >= *p.n_groups) return;
@@ -175,7 +156,8 @@ __global__ static void __launch_bounds__(THREADS, 2) multiply_many(const __grid_
 #pragma unroll
       for (int j = 0; j < 8; j++) u[i].q[j] = 0;
       u[i].scale[0] = u[i].scale[1] = u[i].min[0] = u[i].min[1] = 0;
-      if (unit < units) load_any(type, weight + (int64_t)min(first_out + row, part.n_out - 1) * part.row_bytes, unit, &u[i]);
+      if (unit < units)
+        load_any(type, weight + (int64_t)min(first_out + row, part.n_out - 1) * part.row_bytes, unit, &u[i]);
     }
     if (tid < BN) {
       float4 v = *(const float4 *)(own_scale + column / 32);
@@ -190,12 +172,14 @@ __global__ static void __launch_bounds__(THREADS, 2) multiply_many(const __grid_
     __syncthreads(); /* the step before is done */
 #pragma unroll
     for (int i = 0; i < UNITS; i++) {
-      int index = (int)tid + i * THREADS, row = index / 4, first = (int)m3_unit_column(distance, (uint32_t)index % 4) / 16;
+      int index = (int)tid + i * THREADS, row = index / 4,
+          first = (int)m3_unit_column(distance, (uint32_t)index % 4) / 16;
       int second = first + distance / 16;
       *(uint4 *)&t.weights[row][place_of_piece(row, first)] = make_uint4(u[i].q[0], u[i].q[1], u[i].q[2], u[i].q[3]);
       *(uint4 *)&t.weights[row][place_of_piece(row, second)] = make_uint4(u[i].q[4], u[i].q[5], u[i].q[6], u[i].q[7]);
       t.weight_scale[first * 16 / GROUP][row] = u[i].scale[0], t.weight_scale[second * 16 / GROUP][row] = u[i].scale[1];
-      if (MIN) t.weight_min[first * 16 / GROUP][row] = -u[i].min[0], t.weight_min[second * 16 / GROUP][row] = -u[i].min[1];
+      if (MIN)
+        t.weight_min[first * 16 / GROUP][row] = -u[i].min[0], t.weight_min[second * 16 / GROUP][row] = -u[i].min[1];
     }
     if (tid < BN) {
 #pragma unroll
@@ -276,7 +260,7 @@ __global__ static void __launch_bounds__(THREADS, 2) multiply_many(const __grid_
 
 /* ------------------------------------------------------------------------------------------------ launch */
 
-typedef void (*many_kernel)(many_params);
+typedef void (*many_kernel)(m3_many_params);
 
 struct many_tile {
   many_kernel kernel;
@@ -315,55 +299,68 @@ cudaError_t m3_cuda_many_rows_setup() {
   return cudaSuccess;
 }
 
-int32_t m3_cuda_many_group_rows(int64_t rows, int32_t matrices) { return rows > (int64_t)96 * matrices ? 128 : 64; }
+int32_t m3_cuda_many_group_rows(const m3_product *p, int64_t rows, int32_t matrices) {
+  for (int i = 0; i < p->n_parts; i++)
+    if (!m3_cuda_has_units(p->parts[i].weight)) return 64; /* floats have no other tile */
+  return rows > (int64_t)96 * matrices ? 128 : 64;
+}
+
+unsigned m3_cuda_many_params(const m3_product *p, const int *members, int n, int32_t bm, int32_t bn,
+                             m3_many_params *out) {
+  unsigned blocks = 0;
+  *out = m3_many_params{};
+  for (int i = 0; i < n; i++) {
+    const m3_product_part *part = &p->parts[members[i]];
+    const m3_tensor *w = part->weight->tensor;
+    out->parts[i] = m3_many_part{(const char *)part->weight->device,
+                                 (int64_t)(w->n_bytes / (uint64_t)w->ne[2]),
+                                 m3_row_bytes(w->type, w->ne[0]),
+                                 w->type,
+                                 (int32_t)w->ne[1],
+                                 blocks,
+                                 part->y,
+                                 part->ldy};
+    blocks += m3_blocks_for(w->ne[1], bm);
+  }
+  out->n_parts = n;
+  out->n_in = (int32_t)p->parts[members[0]].weight->tensor->ne[0];
+  out->n = p->n;
+  out->add = p->add;
+  out->x = (const char *)p->x;
+  out->gather = p->gather;
+  out->groups = p->grouping ? p->grouping->groups : NULL;
+  out->n_groups = p->grouping ? p->grouping->n_groups : NULL;
+  out->max_groups = p->grouping ? p->max_groups : (int32_t)m3_blocks_for(p->n, bn);
+  return blocks * (unsigned)out->max_groups;
+}
 
 void m3_cuda_many_rows(const m3_context *c, const m3_product *p) {
   m3_device_state *s = c->state;
-  /* Weights whose types have the same kernel go together. */
   bool done[M3_PRODUCT_PARTS] = {false};
   for (int first = 0; first < p->n_parts; first++) {
-    if (done[first]) continue;
-    const m3_tensor *t = p->parts[first].weight->tensor;
-    many_params m = {};
-    int64_t outs = 0;
-    int members[M3_PRODUCT_PARTS];
-    many_kernel same = choose_tile(t->type, 0).kernel;
-    for (int i = first; i < p->n_parts; i++) {
-      if (done[i] || choose_tile(p->parts[i].weight->tensor->type, 0).kernel != same) continue;
-      done[i] = true;
-      members[m.n_parts++] = i;
-      outs += p->parts[i].weight->tensor->ne[1];
+    if (done[first] || !m3_cuda_has_units(p->parts[first].weight)) continue;
+    /* Weights whose types have the same kernel go together. */
+    int32_t type = p->parts[first].weight->tensor->type;
+    int members[M3_PRODUCT_PARTS], n = 0;
+    many_kernel same = choose_tile(type, 0).kernel;
+    for (int i = first; i < p->n_parts; i++)
+      if (!done[i] && m3_cuda_has_units(p->parts[i].weight) &&
+          choose_tile(p->parts[i].weight->tensor->type, 0).kernel == same)
+        done[i] = true, members[n++] = i;
+    bool large = p->grouping ? p->group_rows == 128 : p->n > 96;
+    m3_many_params m;
+    for (int which = large ? 2 : 1;; which--) {
+      many_tile t = choose_tile(type, which);
+      unsigned blocks = m3_cuda_many_params(p, members, n, t.bm, t.bn, &m);
+      /* Smaller tiles where larger ones would leave multiprocessors idle; a group's rows are one tile. */
+      bool fixed = which == 0 || (which == 2 && p->grouping);
+      if (blocks < 2 * (unsigned)s->multiprocessors && !fixed) continue;
+      m.x = (const char *)c->scratch->rounded;
+      m3_launch(s, "a product with many rows", t.kernel, dim3(blocks), THREADS, t.shared, m);
+      break;
     }
-    int which = p->grouping ? (p->group_rows == 128 ? 2 : 1) : m3_cuda_many_group_rows(p->n, 1) == 128 ? 2 : 1;
-    /* Smaller tiles where larger ones would leave multiprocessors idle. */
-    many_tile tile = choose_tile(t->type, which);
-    auto blocks_of = [&] { return m3_blocks_for(outs, tile.bm) * (p->grouping ? (unsigned)p->max_groups : m3_blocks_for(p->n, tile.bn)); };
-    while (which > 0 && blocks_of() < 2 * (unsigned)s->multiprocessors && !(p->grouping && which == 2))
-      tile = choose_tile(t->type, --which);
-    unsigned blocks = 0;
-    for (int i = 0; i < m.n_parts; i++) {
-      const m3_product_part *part = &p->parts[members[i]];
-      const m3_tensor *w = part->weight->tensor;
-      m.parts[i] = many_part{(const char *)part->weight->device,
-                             (int64_t)(w->n_bytes / (uint64_t)w->ne[2]),
-                             m3_row_bytes(w->type, w->ne[0]),
-                             w->type,
-                             (int32_t)w->ne[1],
-                             blocks,
-                             part->y,
-                             part->ldy};
-      blocks += m3_blocks_for(w->ne[1], tile.bm);
-    }
-    m.n_in = (int32_t)t->ne[0];
-    m.n = p->n;
-    m.add = p->add;
-    m.x = (const char *)c->scratch->rounded;
-    m.gather = p->gather;
-    m.groups = p->grouping ? p->grouping->groups : NULL;
-    m.n_groups = p->grouping ? p->grouping->n_groups : NULL;
-    m.max_groups = p->grouping ? p->max_groups : (int32_t)m3_blocks_for(p->n, tile.bn);
-    m3_launch(s, "a product with many rows", tile.kernel, dim3(blocks * (unsigned)m.max_groups), THREADS, tile.shared, m);
   }
+  m3_cuda_many_floats(c, p);
 }
 
 /* ------------------------------------------------------------------------------------------------ rounding */

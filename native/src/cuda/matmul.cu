@@ -1,5 +1,5 @@
-/* Matrix products with weights of any storage type: which way they are taken, and the plain way, with weights decoded in
- * registers and float32 activations and sums.
+/* Matrix products with weights of any storage type: which way they are taken, and the plain way, with weights decoded
+ * in registers and float32 activations and sums.
  *
  * A warp computes a tile of ROWS rows of x and OUTS rows of the weight. Lane l takes the runs of eight columns l, l +
  * 32, l + 64, ... and the lanes' sums are added up in one tree, so that what a row gets does not depend on the tile:
@@ -235,17 +235,9 @@ void m3_cuda_product(const m3_context *c, const m3_product *p) {
   m3_device_state *s = c->state;
   if (s->exact || p->grouping) return m3_cuda_plain_product(s, p);
   if (few(c, p)) return;
-  m3_product blocks = *p, floats = *p;
-  blocks.n_parts = floats.n_parts = 0;
-  for (int i = 0; i < p->n_parts; i++) {
-    m3_product *to = p->n > M3_FEW_ROWS && m3_cuda_has_units(p->parts[i].weight) ? &blocks : &floats;
-    to->parts[to->n_parts++] = p->parts[i];
-  }
-  if (blocks.n_parts) {
-    m3_cuda_round(c, p->x, p->n, (int32_t)p->parts[0].weight->tensor->ne[0]);
-    m3_cuda_many_rows(c, &blocks);
-  }
-  if (floats.n_parts) m3_cuda_plain_product(s, &floats);
+  if (p->n <= M3_FEW_ROWS) return m3_cuda_plain_product(s, p);
+  if (m3_cuda_any_units(p)) m3_cuda_round(c, p->x, p->n, (int32_t)p->parts[0].weight->tensor->ne[0]);
+  m3_cuda_many_rows(c, p);
 }
 
 /* ------------------------------------------------------------------------------------------------ embedding */

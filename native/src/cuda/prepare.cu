@@ -138,6 +138,6 @@ void m3_cuda_prepare(const m3_context *c, const m3_prepare_params *p) {
   a.kv_bytes = m3_row_bytes(p->cache.kv_type, h->head_dim);
   a.index_bytes = sparse ? m3_row_bytes(p->cache.index_type, h->index_dim) : 0;
   int64_t heads = h->n_head + 2 * h->n_head_kv + (sparse ? h->n_index_head + 1 : 0);
-  m3_launch(s, "norm, rotation and cache write", finish_heads, dim3(m3_blocks_for(n * heads, WARPS)), WARPS * M3_WARP, 0,
-            a);
+  m3_launch(s, "norm, rotation and cache write", finish_heads, dim3(m3_blocks_for(n * heads, WARPS)), WARPS * M3_WARP,
+            0, a);
 }

@@ -42,7 +42,7 @@ struct m3_device_state {
   bool overlap;            /* kernels may begin before the ones in front of them end, see launch.cuh */
   int32_t multiprocessors; /* of the GPU */
   uint32_t shared_bytes;   /* of shared memory that a block can have */
-  cudaError_t error; /* the first thing that went wrong since the last finish, and where */
+  cudaError_t error;       /* the first thing that went wrong since the last finish, and where */
   const char *where;
   int32_t *broken;      /* lowest code of a broken number in the chunk, on the device */
   int32_t *host_broken; /* where it is read to, pinned */
@@ -161,8 +161,8 @@ static inline m3_product m3_one_product(const m3_weight *weight, const float *x,
   return m3_product{{{weight, y, weight->tensor->ne[1]}}, 1, x, n, add};
 }
 
-/* Rounds x as the CPU does where a weight's type is one of blocks, unless the session is exact. What a row gets depends on
- * no other row, but the order of sums on whether there are more than M3_FEW_ROWS of them (few_rows.cuh). */
+/* Rounds x as the CPU does where a weight's type is one of blocks, unless the session is exact. What a row gets depends
+ * on no other row, but the order of sums on whether there are more than M3_FEW_ROWS of them (few_rows.cuh). */
 void m3_cuda_product(const m3_context *c, const m3_product *p);
 
 /* The same without rounding, in float32, and in one order for any number of rows. */

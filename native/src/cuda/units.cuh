@@ -1,16 +1,16 @@
 /* units.cuh - 32 weights of a row of any block type as signed bytes with their scales: what a lane takes at a time.
  *
- * Unit u of a row holds two runs of 16 columns; those of four neighboring units, u = 4 i to 4 i + 3, are columns 128 i to
- * 128 i + 127. Values are (scale * q) - min as in quant/codes.h, to the bit. */
+ * Unit u of a row holds two runs of 16 columns; those of four neighboring units, u = 4 i to 4 i + 3, are columns 128 i
+ * to 128 i + 127. Values are (scale * q) - min as in quant/codes.h, to the bit. */
 #ifndef M3_SRC_CUDA_UNITS_CUH
 #define M3_SRC_CUDA_UNITS_CUH
 
 #include "cuda/tables.cuh"
 
 struct m3_unit {
-  uint32_t q[8];      /* signed bytes: the first run, then the second */
-  float scale[2];     /* of each run */
-  float min[2];       /* of types with minima */
+  uint32_t q[8];  /* signed bytes: the first run, then the second */
+  float scale[2]; /* of each run */
+  float min[2];   /* of types with minima */
 };
 
 /* Distance of the two runs: where a byte holds weights of two groups, a lane takes both. */
@@ -243,7 +243,8 @@ __device__ static __forceinline__ void m3_load_unit(const uint8_t *row, uint32_t
       u->q[i] = low & 0x03030303u, u->q[4 + i] = low >> 2 & 0x03030303u;
     }
     uint32_t d = *(const uint32_t *)(b + 80), first = b[run], second = b[run + 2];
-    float scale = __half2float(__ushort_as_half((uint16_t)d)), min = __half2float(__ushort_as_half((uint16_t)(d >> 16)));
+    float scale = __half2float(__ushort_as_half((uint16_t)d)),
+          min = __half2float(__ushort_as_half((uint16_t)(d >> 16)));
     u->scale[0] = scale * (float)(first & 15), u->scale[1] = scale * (float)(second & 15);
     u->min[0] = min * (float)(first >> 4), u->min[1] = min * (float)(second >> 4);
   } else {
