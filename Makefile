@@ -183,6 +183,7 @@ test-gpu: install $(GPU_TESTS)
 	compute-sanitizer --tool memcheck --error-exitcode 1 build/release/tests/test_ops cuda few
 	compute-sanitizer --tool racecheck --error-exitcode 1 build/release/tests/test_ops cuda few
 	compute-sanitizer --tool memcheck --error-exitcode 1 build/release/tests/test_session cuda
+	compute-sanitizer --tool memcheck --error-exitcode 1 build/release/tests/test_hopper cuda few
 
 # pytest with the lowest versions of the dependencies, in an environment of its own.
 test-lowest: native
