@@ -375,7 +375,7 @@ typedef struct m3_session m3_session;
  *     scores are nearer to each other than 2^-18 of |q| |k|, by the number of rows in a chunk too;
  *   - attention of up to 16 rows of a sequence in a chunk with an error like that of float32, the last bits of which
  *     depend on how many rows the chunk has, and of more of them with queries and softmax weights rounded to the type
- *     of the cached keys and values, an error of some 2.5e-4 of the result (F16) or 2e-3 (BF16).
+ *     of the cached keys and values, in the checks up to 8e-4 (F16) or 7e-3 (BF16) of the norm of a head's result.
  * The last two for caches of types and heads of sizes that m3_session_msa tells. That is the default because rounding
  * of that size is what the cache's type has done to keys and values already, and because no choice of blocks of its own
  * layer hangs on it. Nothing else in the chunk changes a result. What compares selections asks for this flag. */

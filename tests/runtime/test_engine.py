@@ -220,6 +220,17 @@ def test_the_low_bit_scan_changes_nothing_but_the_work(model: Model, index_type:
     assert (results[0][0] == results[1][0]).all() and (results[0][1] == results[1][1]).all()
 
 
+def test_the_cpu_is_exact_with_and_without_being_asked(model: Model) -> None:
+    results = []
+    for exact in (False, True):
+        assert model.msa(context=256, exact=exact) == ""  # there is one way only
+        with model.session(context=256, exact=exact) as session:
+            results.append(session.eval(IDS[:150]))
+    assert (results[0] == results[1]).all()
+    with pytest.raises(InputError, match="context is 0"):
+        model.msa(context=0)
+
+
 def test_low_bit_keys_are_kept_by_themselves_for_long_contexts_only(model: Model) -> None:
     def index_bytes(context: int, index_scan: str, index_type: str = "f32") -> int:
         return model.memory(context=context, index_scan=index_scan, index_type=index_type).index_bytes

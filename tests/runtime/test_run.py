@@ -160,6 +160,7 @@ def test_the_report(m3_run: Runner, tiny_q8_gguf: Path):
     assert used["peak_rss_bytes"] > 10**7
     assert set(report["weight_types"]) == {"Q8_0", "F32"}
     assert (report["seed"], report["threads"], report["isa"], report["device"]) == (7, 2, "scalar", "cpu")
+    assert report["msa"] is None  # a choice of kernels that only a GPU has
     assert (report["kv_type"], report["index_type"]) == ("f32", "f32")
     assert report["sampling"] == {
         "temperature": 1.0,

@@ -107,16 +107,16 @@ typedef struct m3_msa_prefill {
   int32_t code;
 } m3_msa_prefill;
 
-/* Enough for n rows or fewer, the last of which sees max_blocks blocks or fewer: some 260 bytes for each token, 520 with
- * float32 keys, and up to 6 KB for each row; 0 on another device. */
+/* Enough for n rows or fewer, the last of which sees max_blocks blocks or fewer: some 260 bytes for each token, 520
+ * with float32 keys, and up to 6 KB for each row; 0 on another device. */
 size_t m3_msa_prefill_select_bytes(int32_t n, int64_t max_blocks, int32_t index_type);
 
 /* Block lists as m3_cpu_select makes them. Keys and queries enter the tensor cores in float16 parts with a power of two
  * for each page and query, 22 bits and more of each number: products lose less than 2^-20 of |q| |k|. */
 m3_msa_result m3_msa_prefill_select(const m3_msa_prefill *p, cudaStream_t stream);
 
-/* Queries and softmax weights are rounded to kv_type before the tensor cores, as in dense flash attention: some 2e-3 of
- * the result's norm with bfloat16. */
+/* Queries and softmax weights are rounded to kv_type before the tensor cores, as in dense flash attention: in the worst
+ * head of a row up to 7e-3 of its norm with bfloat16 and 8e-4 with float16. */
 m3_msa_result m3_msa_prefill_attend(const m3_msa_prefill *p, cudaStream_t stream);
 
 /* The same over all visible blocks (dense layers): blocks is not read. */

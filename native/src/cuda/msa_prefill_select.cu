@@ -264,6 +264,7 @@ __global__ void __launch_bounds__(CONSUMERS + 128, 1) score_kernel(const __grid_
       return s.key[used % STAGES];
     };
     auto free_stage = [&] {
+      __syncwarp();  // all lanes have read the factor
       if (lane == 0) barrier_arrive(&s.empty[used % STAGES]);
       used++;
     };
