@@ -311,7 +311,7 @@ clean:
 # [check-prefill] [time] [time-low-bit] [time-prefill].
 NVCC ?= nvcc
 MSA_OBJECTS := $(patsubst native/src/cuda/%.cu,build/gpu/%.o,$(wildcard native/src/cuda/msa_*.cu)) \
-  $(patsubst tests/bench/gpu/%.cu,build/gpu/bench_%.o,$(wildcard tests/bench/gpu/*.cu))
+  $(patsubst tests/bench/gpu/%.cu,build/gpu/bench_%.o,$(filter-out %/products.cu,$(wildcard tests/bench/gpu/*.cu)))
 MSA_NVCC := $(NVCC) -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -Inative/include
 
 .PHONY: gpu-msa
@@ -324,3 +324,10 @@ build/gpu/%.o: native/src/cuda/%.cu $(wildcard native/src/cuda/msa_*)
 build/gpu/bench_%.o: tests/bench/gpu/%.cu $(wildcard tests/bench/gpu/*.cuh tests/bench/gpu/*.h) native/src/cuda/msa_kernels.h
 	@mkdir -p $(@D)
 	$(MSA_NVCC) -c -o $@ $<
+
+# Times of the engine's matrix products on a GPU, after make cuda: build/gpu/products [few] [many] [layer].
+.PHONY: gpu-products
+gpu-products: build/gpu/products
+build/gpu/products: tests/bench/gpu/products.cu $(wildcard tests/bench/gpu/*.cuh) $(OBJECTS)
+	@mkdir -p $(@D)
+	$(NVCC) $(NVCC_FLAGS) $(call gencode,$(CUDA_ARCHS)) -cudart static -o $@ $< $(OBJECTS) -lgomp

@@ -379,15 +379,21 @@ typedef struct m3_session m3_session;
 #define M3_SESSION_POISON 1
 
 /* Float32 products and sums everywhere, and results that do not depend on how rows are cut into evals and chunks, bit
- * for bit. The CPU always computes so. A GPU without this flag is faster and computes
+ * for bit. The CPU always computes so, but that it rounds the inputs of weights of block types (to 16 bits for each 32
+ * of them, an error below 1.6e-5 of the largest). A GPU without this flag is much faster and computes
+ *   - products with these inputs rounded too, number by number as the CPU does, and exact integer products of groups of
+ *     16 or 32 columns added up, so that they have the CPU's precision for any number of rows; but the float32 sums of
+ *     the groups are taken in one order where a chunk (or, for the output head, what it computes logits of at once) has
+ *     up to 8 rows, and in another where it has more: the same row may then differ by float32 rounding, some 1e-6 of
+ *     the result;
  *   - block lists from scores in float32 or as good as that: they differ from the exact ones only in blocks whose
  *     scores are nearer to each other than 2^-18 of |q| |k|, by the number of rows in a chunk too;
  *   - attention of up to 16 rows of a sequence in a chunk with an error like that of float32, the last bits of which
  *     depend on how many rows the chunk has, and of more of them with queries and softmax weights rounded to the type
  *     of the cached keys and values, in the checks up to 8e-4 (F16) or 7e-3 (BF16) of the norm of a head's result.
- * Both for caches of types and heads of sizes that m3_session_msa tells. That is the default because rounding of that
- * size is what the cache's type has done to keys and values already, and because no choice of blocks of its own layer
- * hangs on it. What compares selections asks for this flag. */
+ * The last two for caches of types and heads of sizes that m3_session_msa tells. That is the default because rounding
+ * of that size is what the cache's type has done to keys and values already, and because no choice of blocks of its own
+ * layer hangs on it. Nothing else in the chunk changes a result. What compares selections asks for this flag. */
 #define M3_SESSION_EXACT 2
 
 typedef struct m3_session_options {

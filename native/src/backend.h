@@ -3,7 +3,8 @@
  *
  * Activations are float32, rows outermost, in memory that the backend allocated; forward.c passes such
  * pointers on and never reads through them. A "row" is one token of the chunk. All counts are at least 1 unless
- * said otherwise. What a row gets must not depend on which other rows are in the chunk. */
+ * said otherwise. What a row gets must not depend on which other rows are in the chunk, but for what M3_SESSION_EXACT
+ * in m3.h allows. */
 #ifndef M3_SRC_BACKEND_H
 #define M3_SRC_BACKEND_H
 

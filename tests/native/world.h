@@ -276,7 +276,13 @@ static inline world *new_world(const op_case *c, const m3_backend *b, int32_t th
   new_cache(w);
   new_rows(w);
   new_scratch(w, b, threads);
-  m3_state_params state = {&w->h, c->n_sequences, w->n, blocks_of_case(c), c->kv_type, c->index_type, c->exact};
+  m3_state_params state = {.hparams = &w->h,
+                           .sequences = c->n_sequences,
+                           .chunk = w->n,
+                           .blocks = blocks_of_case(c),
+                           .kv_type = c->kv_type,
+                           .index_type = c->index_type,
+                           .exact = c->exact};
   if (b->open(&state, &w->state, NULL)) abort();
   b->begin(&(m3_context){.hparams = &w->h, .scratch = &w->scratch, .state = w->state}, &w->rows);
   return w;

@@ -3,7 +3,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "cuda/few_rows.cuh"
 #include "cuda/hopper.cuh"
+#include "cuda/launch.cuh"
+#include "cuda/many_rows.cuh"
 #include "cuda/state.cuh"
 
 static m3_status fail(m3_error *err, cudaError_t error, const char *where) {
@@ -53,7 +56,6 @@ static int list_pieces(const m3_state_params *p, m3_device_state *s, piece *list
   s->select_rows = (int32_t)select_rows;
   s->hopper = m3_hopper_of(p);
   s->attention_floats = s->hopper.attend ? 0 : m3_cuda_attention_floats(h, p->blocks);
-  s->exact = p->exact;
   const piece all[] = {
       {(void **)&s->broken, 4},
       {(void **)&s->places, places_bytes(h, p->chunk)},
@@ -97,11 +99,31 @@ static void close_state(m3_device_state *s) {
   free(s);
 }
 
+__global__ static void early() { m3_wait_for_previous(); }
+
+/* What launches depend on. */
+static cudaError_t inquire(m3_device_state *s) {
+  int device = 0, shared = 0;
+  cudaFuncAttributes code;
+  cudaError_t error = cudaGetDevice(&device);
+  if (!error) error = cudaDeviceGetAttribute(&s->multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  if (!error) error = cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (!error) error = cudaFuncGetAttributes(&code, (const void *)early);
+  if (!error) error = m3_cuda_few_rows_setup();
+  if (!error) error = m3_cuda_many_rows_setup();
+  if (error) return error;
+  s->shared_bytes = (uint32_t)shared - 1024; /* of variables that are declared in kernels */
+  s->overlap = code.ptxVersion >= 90;        /* else the code has no m3_wait_for_previous */
+  return cudaSuccess;
+}
+
 static m3_status fill_state(const m3_state_params *p, m3_device_state *s, m3_error *err) {
+  s->exact = p->exact;
   cudaError_t error = cudaStreamCreateWithFlags(&s->stream, cudaStreamNonBlocking);
   if (error == cudaSuccess) error = cudaHostAlloc((void **)&s->host_broken, 4, cudaHostAllocDefault);
   size_t places = (size_t)places_bytes(p->hparams, p->chunk);
   if (error == cudaSuccess) error = cudaHostAlloc((void **)&s->host_places, places, cudaHostAllocDefault);
+  if (error == cudaSuccess) error = inquire(s);
   if (error != cudaSuccess) return fail(err, error, "opening a session");
   piece list[PIECES];
   int n = list_pieces(p, s, list);
@@ -294,7 +316,7 @@ static const m3_backend cuda_backend = {
     .describe_msa = m3_hopper_describe,
     .low_bit_page_bytes = NULL,
     .thread_floats = thread_floats,
-    .input_bytes = NULL,
+    .input_bytes = m3_cuda_input_bytes,
     .begin = begin,
     .finish = finish,
     .replay = m3_cuda_replay,

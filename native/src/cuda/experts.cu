@@ -1,5 +1,7 @@
 /* Router and routed experts. Rows are grouped by expert on the device: the host never learns who was chosen. */
-#include "cuda/state.cuh"
+#include "cuda/few_rows.cuh"
+#include "cuda/launch.cuh"
+#include "cuda/many_rows.cuh"
 
 /* The best of the candidates that stand behind the last one taken: higher rank first, then lower id. */
 struct candidate {
@@ -35,6 +37,8 @@ struct route_params {
 __global__ static void route(route_params p) {
   extern __shared__ float prob[]; /* [n_expert], then chosen [used] */
   int32_t *chosen = (int32_t *)(prob + p.n_expert);
+  m3_wait_for_previous();
+  m3_let_next_begin();
   const float *logits = p.logits + (int64_t)blockIdx.x * p.n_expert;
   int32_t *experts = p.experts + (int64_t)blockIdx.x * p.used;
   float *weights = p.weights + (int64_t)blockIdx.x * p.used;
@@ -82,17 +86,21 @@ bool m3_cuda_router(const m3_context *c, const m3_ffn_params *p) {
   const m3_hparams *h = c->hparams;
   m3_device_state *s = c->state;
   m3_scratch *w = c->scratch;
-  m3_cuda_norm(s, c, p->hidden, &p->layer->w[M3_FFN_NORM], p->n, w->normed);
-  m3_product product = m3_one_product(&p->layer->w[M3_ROUTER], w->normed, p->n, w->logits, false);
-  m3_cuda_product(s, &product);
+  m3_few_product few = m3_one_few_product(&p->layer->w[M3_ROUTER], p->hidden, p->n, w->logits, false);
+  few.norm = &p->layer->w[M3_FFN_NORM];
+  few.normed = w->normed;
+  if (!m3_cuda_few_rows(c, &few)) {
+    m3_cuda_norm(s, c, p->hidden, &p->layer->w[M3_FFN_NORM], p->n, w->normed);
+    m3_product product = m3_one_product(&p->layer->w[M3_ROUTER], w->normed, p->n, w->logits, false);
+    m3_cuda_product(c, &product);
+  }
   route_params r = {w->logits,       (const float *)p->layer->w[M3_ROUTER_BIAS].device,
                     h->n_expert,     h->n_expert_used,
                     h->expert_scale, w->experts,
                     w->weights,      m3_broken_code(c, M3_PART_ROUTER),
                     s->broken};
   size_t shared = (size_t)(h->n_expert + h->n_expert_used) * sizeof(float); /* at most 32 KiB */
-  route<<<(unsigned)p->n, M3_WARP, shared, s->stream>>>(r);
-  m3_launched(s, "router");
+  m3_launch(s, "router", route, dim3((unsigned)p->n), M3_WARP, shared, r);
   return true; /* told by finish */
 }
 
@@ -107,6 +115,8 @@ struct group_params {
 __global__ static void group_rows(group_params p) {
   extern __shared__ int32_t start[]; /* [n_expert] then the first group of each [n_expert + 1] */
   int32_t *first_group = start + p.n_expert;
+  m3_wait_for_previous();
+  m3_let_next_begin();
   for (int32_t e = threadIdx.x; e < p.n_expert; e += blockDim.x) start[e] = 0;
   __syncthreads();
   for (int32_t i = threadIdx.x; i < p.pairs; i += blockDim.x) atomicAdd(&start[p.experts[i]], 1);
@@ -141,6 +151,8 @@ __global__ static void group_rows(group_params p) {
 __global__ static void combine(const float *out, const int32_t *place, const float *weights, int32_t used,
                                int32_t n_embd, float *hidden) {
   int32_t i = blockIdx.y * blockDim.x + threadIdx.x;
+  m3_wait_for_previous();
+  m3_let_next_begin();
   if (i >= n_embd) return;
   int64_t row = blockIdx.x;
   float sum = 0;
@@ -149,37 +161,87 @@ __global__ static void combine(const float *out, const int32_t *place, const flo
   hidden[row * n_embd + i] += sum;
 }
 
+/* Groups pairs by expert; returns the most groups that there can be. */
+static int32_t group(const m3_context *c, int32_t n, int32_t rows) {
+  const m3_hparams *h = c->hparams;
+  int32_t pairs = n * h->n_expert_used, most = pairs < h->n_expert ? pairs : h->n_expert;
+  group_params g = {c->scratch->experts, pairs, h->n_expert_used, h->n_expert, rows, c->state->grouping};
+  size_t shared = (size_t)(2 * h->n_expert + 1) * sizeof(int32_t); /* at most 32 KiB and one number */
+  m3_launch(c->state, "grouping rows by expert", group_rows, dim3(1), 1024, shared, g);
+  return most + (pairs - most) / rows;
+}
+
+static void add_up(const m3_context *c, const m3_ffn_params *p) {
+  const m3_hparams *h = c->hparams;
+  const m3_scratch *w = c->scratch;
+  dim3 grid((unsigned)p->n, m3_blocks_for(h->n_embd, M3_THREADS));
+  m3_launch(c->state, "sum of experts", combine, grid, M3_THREADS, 0, (const float *)w->expert_out,
+            (const int32_t *)c->state->grouping.place, (const float *)w->weights, h->n_expert_used, h->n_embd,
+            p->hidden);
+}
+
+/* Few rows: gate and up in one launch, with SwiGLU, and down in another, which adds up the experts of a single token
+ * itself. False, and nothing is done, where few_rows.cuh does not take them. */
+static bool few_experts(const m3_context *c, const m3_ffn_params *p) {
+  const m3_hparams *h = c->hparams;
+  m3_scratch *w = c->scratch;
+  const m3_weight *l = p->layer->w;
+  enum { TOGETHER = 2 }; /* rows of a group: seldom more choose one expert */
+  int32_t used = h->n_expert_used;
+  if (!m3_cuda_takes_few_rows(c, &l[M3_GATE_EXPS], p->n, TOGETHER) ||
+      l[M3_GATE_EXPS].tensor->type != l[M3_UP_EXPS].tensor->type ||
+      !m3_cuda_takes_few_rows(c, &l[M3_DOWN_EXPS], p->n, p->n == 1 ? used : TOGETHER))
+    return false;
+  m3_few_product f = m3_one_few_product(&l[M3_GATE_EXPS], w->normed, p->n, w->gate, false);
+  f.parts[0].up = &l[M3_UP_EXPS];
+  m3_few_product down = m3_one_few_product(&l[M3_DOWN_EXPS], w->gate, p->n, w->expert_out, false);
+  f.used = down.used = used;
+  if (p->n == 1) {
+    f.experts = down.experts = w->experts;
+    down.sum_weights = w->weights;
+    down.parts[0].y = p->hidden;
+  } else {
+    f.grouping = down.grouping = &c->state->grouping;
+    f.gather = c->state->grouping.row;
+    f.group_rows = down.group_rows = TOGETHER;
+    f.max_groups = down.max_groups = group(c, p->n, TOGETHER);
+  }
+  m3_cuda_few_rows(c, &f);
+  m3_cuda_few_rows(c, &down);
+  if (p->n > 1) add_up(c, p);
+  return true;
+}
+
 void m3_cuda_experts(const m3_context *c, const m3_ffn_params *p) {
   const m3_hparams *h = c->hparams;
   m3_device_state *s = c->state;
   m3_scratch *w = c->scratch;
   const m3_weight *l = p->layer->w;
+  if (few_experts(c, p)) return;
   int32_t pairs = p->n * h->n_expert_used;
+  bool many = !s->exact && p->n > M3_FEW_ROWS;
   /* As if rows were spread evenly: an expert with more rows gets more groups. */
-  int32_t rows = m3_cuda_group_rows(p->n == 1 ? 1 : (pairs + h->n_expert - 1) / h->n_expert);
-  int32_t most = pairs < h->n_expert ? pairs : h->n_expert;
-  group_params g = {w->experts, pairs, h->n_expert_used, h->n_expert, rows, s->grouping};
-  size_t shared = (size_t)(2 * h->n_expert + 1) * sizeof(int32_t); /* at most 32 KiB and one number */
-  group_rows<<<1, 1024, shared, s->stream>>>(g);
-  m3_launched(s, "grouping rows by expert");
-  m3_product product = {{{&l[M3_GATE_EXPS], w->gate, h->n_ff_expert}, {&l[M3_UP_EXPS], w->up, h->n_ff_expert}},
-                        2,
-                        w->normed,
-                        pairs,
-                        false,
-                        s->grouping.row,
-                        &s->grouping,
-                        rows,
-                        most + (pairs - most) / rows};
-  m3_cuda_product(s, &product);
-  m3_cuda_swiglu(s, h, w->gate, w->up, (int64_t)pairs * h->n_ff_expert);
-  product.parts[0] = m3_product_part{&l[M3_DOWN_EXPS], w->expert_out, h->n_embd};
-  product.n_parts = 1;
-  product.x = w->gate;
-  product.gather = NULL;
-  m3_cuda_product(s, &product);
-  dim3 grid((unsigned)p->n, m3_blocks_for(h->n_embd, M3_THREADS));
-  combine<<<grid, M3_THREADS, 0, s->stream>>>(w->expert_out, s->grouping.place, w->weights, h->n_expert_used, h->n_embd,
-                                              p->hidden);
-  m3_launched(s, "sum of experts");
+  int32_t even = p->n == 1 ? 1 : (pairs + h->n_expert - 1) / h->n_expert;
+  m3_product in = {{{&l[M3_GATE_EXPS], w->gate, h->n_ff_expert}, {&l[M3_UP_EXPS], w->up, h->n_ff_expert}},
+                   2,
+                   w->normed,
+                   pairs,
+                   false,
+                   s->grouping.row,
+                   &s->grouping};
+  m3_product out = m3_one_product(&l[M3_DOWN_EXPS], w->gate, pairs, w->expert_out, false);
+  out.grouping = &s->grouping;
+  int32_t rows =
+      many ? min(m3_cuda_many_group_rows(&in, pairs, h->n_expert), m3_cuda_many_group_rows(&out, pairs, h->n_expert))
+           : m3_cuda_group_rows(even);
+  in.group_rows = out.group_rows = rows;
+  in.max_groups = out.max_groups = group(c, p->n, rows);
+  if (many && m3_cuda_any_units(&in)) m3_cuda_round(c, w->normed, p->n, h->n_embd);
+  many ? m3_cuda_many_rows(c, &in) : m3_cuda_plain_product(s, &in);
+  if (many && m3_cuda_any_units(&out))
+    m3_cuda_round_swiglu(c, w->gate, w->up, pairs, h->n_ff_expert);
+  else
+    m3_cuda_swiglu(s, h, w->gate, w->up, (int64_t)pairs * h->n_ff_expert);
+  many ? m3_cuda_many_rows(c, &out) : m3_cuda_plain_product(s, &out);
+  add_up(c, p);
 }

@@ -1,8 +1,11 @@
-/* Matrix products with weights of any storage type, decoded in registers; activations and sums are float32.
+/* Matrix products with weights of any storage type: which way they are taken, and the plain way, with weights decoded
+ * in registers and float32 activations and sums.
  *
  * A warp computes a tile of ROWS rows of x and OUTS rows of the weight. Lane l takes the runs of eight columns l, l +
  * 32, l + 64, ... and the lanes' sums are added up in one tree, so that what a row gets does not depend on the tile:
  * one row and many rows give the same bits. */
+#include "cuda/few_rows.cuh"
+#include "cuda/many_rows.cuh"
 #include "cuda/state.cuh"
 #include "cuda/tables.cuh"
 
@@ -196,7 +199,7 @@ static multiply_part part_of(const m3_product *p, int i) {
                        p->parts[i].ldy};
 }
 
-void m3_cuda_product(m3_device_state *s, const m3_product *p) {
+void m3_cuda_plain_product(m3_device_state *s, const m3_product *p) {
   int32_t rows = p->grouping ? p->group_rows : m3_cuda_group_rows(p->n);
   /* Weights of one type go together: small ones do not leave most of the chip idle, nor wait for each other. */
   for (int first = 0, next; first < p->n_parts; first = next) {
@@ -216,6 +219,25 @@ void m3_cuda_product(m3_device_state *s, const m3_product *p) {
     choose_type(s, t->type, m, rows);
     m3_launched(s, "a matrix product");
   }
+}
+
+static bool few(const m3_context *c, const m3_product *p) {
+  m3_few_product f = {};
+  f.n_parts = p->n_parts;
+  for (int i = 0; i < p->n_parts; i++) f.parts[i] = m3_few_part{p->parts[i].weight, p->parts[i].y, p->parts[i].ldy};
+  f.x = p->x;
+  f.n = p->n;
+  f.add = p->add;
+  return m3_cuda_few_rows(c, &f);
+}
+
+void m3_cuda_product(const m3_context *c, const m3_product *p) {
+  m3_device_state *s = c->state;
+  if (s->exact || p->grouping) return m3_cuda_plain_product(s, p);
+  if (few(c, p)) return;
+  if (p->n <= M3_FEW_ROWS) return m3_cuda_plain_product(s, p);
+  if (m3_cuda_any_units(p)) m3_cuda_round(c, p->x, p->n, (int32_t)p->parts[0].weight->tensor->ne[0]);
+  m3_cuda_many_rows(c, p);
 }
 
 /* ------------------------------------------------------------------------------------------------ embedding */

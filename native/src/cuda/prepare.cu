@@ -1,6 +1,7 @@
 /* Queries, keys and values: projections, norms of each head, rotation, and the write to the cache. */
 #include "cuda/encode.cuh"
-#include "cuda/state.cuh"
+#include "cuda/few_rows.cuh"
+#include "cuda/launch.cuh"
 
 #define WARPS 4
 
@@ -37,6 +38,8 @@ __device__ static void norm_and_rotate(const heads_params &p, int32_t row, const
 /* A warp for each head of each row. */
 __global__ static void __launch_bounds__(WARPS *M3_WARP) finish_heads(heads_params p) {
   __shared__ float buffers[WARPS][M3_MAX_HEAD_DIM];
+  m3_wait_for_previous();
+  m3_let_next_begin();
   int32_t warp = threadIdx.x / M3_WARP, lane = threadIdx.x % M3_WARP;
   int32_t heads = p.n_head + 2 * p.n_head_kv + (p.n_index_head ? p.n_index_head + 1 : 0);
   int64_t work = (int64_t)blockIdx.x * WARPS + warp;
@@ -88,7 +91,6 @@ void m3_cuda_prepare(const m3_context *c, const m3_prepare_params *p) {
   m3_scratch *w = c->scratch;
   const m3_weight *l = p->layer->w;
   int32_t n = p->rows->n;
-  m3_cuda_norm(s, c, p->hidden, &l[M3_ATTN_NORM], n, w->normed);
   bool sparse = p->cache.index != NULL;
   int64_t q = (int64_t)h->n_head * h->head_dim, kv = (int64_t)h->n_head_kv * h->head_dim;
   m3_product product = {{{&l[M3_ATTN_Q], w->q, q},
@@ -99,7 +101,17 @@ void m3_cuda_prepare(const m3_context *c, const m3_prepare_params *p) {
                         sparse ? 5 : 3,
                         w->normed,
                         n};
-  m3_cuda_product(s, &product);
+  m3_few_product few = {};
+  few.n_parts = product.n_parts;
+  for (int i = 0; i < few.n_parts; i++)
+    few.parts[i] = m3_few_part{product.parts[i].weight, product.parts[i].y, product.parts[i].ldy};
+  few.x = p->hidden;
+  few.n = n;
+  few.norm = &l[M3_ATTN_NORM];
+  if (!m3_cuda_few_rows(c, &few)) {
+    m3_cuda_norm(s, c, p->hidden, &l[M3_ATTN_NORM], n, w->normed);
+    m3_cuda_product(c, &product);
+  }
   heads_params a = {};
   a.places = m3_places_of(s);
   a.n = n;
@@ -126,6 +138,6 @@ void m3_cuda_prepare(const m3_context *c, const m3_prepare_params *p) {
   a.kv_bytes = m3_row_bytes(p->cache.kv_type, h->head_dim);
   a.index_bytes = sparse ? m3_row_bytes(p->cache.index_type, h->index_dim) : 0;
   int64_t heads = h->n_head + 2 * h->n_head_kv + (sparse ? h->n_index_head + 1 : 0);
-  finish_heads<<<m3_blocks_for(n * heads, WARPS), WARPS * M3_WARP, 0, s->stream>>>(a);
-  m3_launched(s, "norm, rotation and cache write");
+  m3_launch(s, "norm, rotation and cache write", finish_heads, dim3(m3_blocks_for(n * heads, WARPS)), WARPS * M3_WARP,
+            0, a);
 }

@@ -45,8 +45,11 @@ struct m3_replays;
 
 struct m3_device_state {
   cudaStream_t stream;
-  bool exact;        /* M3_SESSION_EXACT: no operation rounds what it multiplies */
-  cudaError_t error; /* the first thing that went wrong since the last finish, and where */
+  bool exact;              /* no rounding but that of float32, see m3_state_params */
+  bool overlap;            /* kernels may begin before the ones in front of them end, see launch.cuh */
+  int32_t multiprocessors; /* of the GPU */
+  uint32_t shared_bytes;   /* of shared memory that a block can have */
+  cudaError_t error;       /* the first thing that went wrong since the last finish, and where */
   const char *where;
   int32_t *broken;      /* lowest code of a broken number in the chunk, on the device */
   int32_t *host_broken; /* where it is read to, pinned */
@@ -176,9 +179,14 @@ static inline m3_product m3_one_product(const m3_weight *weight, const float *x,
   return m3_product{{{weight, y, weight->tensor->ne[1]}}, 1, x, n, add};
 }
 
-void m3_cuda_product(m3_device_state *s, const m3_product *p);
+/* Rounds x as the CPU does where a weight's type is one of blocks, unless the session is exact. What a row gets depends
+ * on no other row, but the order of sums on whether there are more than M3_FEW_ROWS of them (few_rows.cuh). */
+void m3_cuda_product(const m3_context *c, const m3_product *p);
 
-/* Rows of a group for so many rows (or pairs of row and expert), which decides how often weights are read. */
+/* The same without rounding, in float32, and in one order for any number of rows. */
+void m3_cuda_plain_product(m3_device_state *s, const m3_product *p);
+
+/* Rows of a group of the plain product for so many rows (or pairs of row and expert): how often weights are read. */
 int32_t m3_cuda_group_rows(int64_t n);
 
 void m3_cuda_norm(m3_device_state *s, const m3_context *c, const float *x, const m3_weight *weight, int32_t n,
