@@ -82,14 +82,11 @@ __device__ static __forceinline__ uint32_t signed_codes(uint32_t codes, uint32_t
 __device__ static __forceinline__ void k_scales(const uint8_t *block, uint32_t j, m3_unit *u) {
   uint4 h = *(const uint4 *)block;
   float d = __half2float(__ushort_as_half((uint16_t)h.x)), dmin = __half2float(__ushort_as_half((uint16_t)(h.x >> 16)));
-  uint32_t shift = 16 * (j & 1);
-  uint32_t a = h.y >> shift, b = h.z >> shift, c = h.w >> shift, scale, min;
-  if (j < 2) {
-    scale = a & 0x3f3f, min = b & 0x3f3f;
-  } else {
-    scale = (c & 0x0f0f) | (a >> 2 & 0x3030);
-    min = (c >> 4 & 0x0f0f) | (b >> 2 & 0x3030);
-  }
+  /* Without a branch, as lanes differ in j. */
+  bool late = j >= 2;
+  uint32_t shift = 16 * (j & 1), low = late ? 0x0f0f : 0x3f3f, high = late ? 0x3030 : 0;
+  uint32_t scale = ((late ? h.w : h.y) >> shift & low) | (h.y >> (shift + 2) & high);
+  uint32_t min = ((late ? h.w >> 4 : h.z) >> shift & low) | (h.z >> (shift + 2) & high);
   u->scale[0] = d * (float)(scale & 255), u->scale[1] = d * (float)(scale >> 8 & 255);
   u->min[0] = dmin * (float)(min & 255), u->min[1] = dmin * (float)(min >> 8 & 255);
 }
