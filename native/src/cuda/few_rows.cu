@@ -26,8 +26,10 @@ struct few_part {
   float *y;
   int64_t ldy;
   int32_t type, n_out;
-  int32_t rows;         /* of the weight, for a block */
-  unsigned first_block; /* of those of a group */
+  int32_t groups; /* of rows of x, or experts */
+  bool shared;
+  int32_t rows; /* of the weight, for a block */
+  unsigned first_block;
 };
 
 struct few_params {
@@ -44,7 +46,6 @@ struct few_params {
   const m3_row_group *groups;
   const int32_t *n_groups;
   const int32_t *gather;
-  int32_t max_groups, group_rows;
   float limit, alpha; /* of SwiGLU */
   uint32_t x_offset, partial_offset;
 };
@@ -76,7 +77,7 @@ __device__ static __noinline__ void bring_x(const few_params &p, const m3_row_gr
   constexpr int32_t LOT = 4 * THREADS * X_AT_ONCE;
   int32_t own = 4 * (int32_t)threadIdx.x;
   float4 weight[X_AT_ONCE];
-  auto load = [&](const float *from, int32_t base, float4 (&v)[X_AT_ONCE]) {
+  auto load = [&](const float *from, int32_t base, float4(&v)[X_AT_ONCE]) {
 #pragma unroll
     for (int i = 0; i < X_AT_ONCE; i++) {
       int32_t column = base + own + 4 * THREADS * i;
@@ -107,7 +108,8 @@ __device__ static __noinline__ void bring_x(const few_params &p, const m3_row_gr
         if (column >= p.n_in) break;
         if (p.norm) {
           float4 w = weight[i];
-          v[i] = make_float4(v[i].x * factor * w.x, v[i].y * factor * w.y, v[i].z * factor * w.z, v[i].w * factor * w.w);
+          v[i] =
+              make_float4(v[i].x * factor * w.x, v[i].y * factor * w.y, v[i].z * factor * w.z, v[i].w * factor * w.w);
           if (p.normed && blockIdx.x == 0) *(float4 *)(p.normed + (int64_t)(g.first + r) * p.n_in + column) = v[i];
         }
         if (floats) {
@@ -178,7 +180,7 @@ struct piece {
   static constexpr int COLUMNS = FLOATS ? 1024 / SIZE : 1024;
   static constexpr int BYTES = FLOATS ? 1024 : 4 * UNIT_BYTES_8;
   static constexpr int SLOT =
-      (BYTES + 15) / 16 * 16 + 32;                  /* it may begin anywhere in 16 bytes, and a word more is read */
+      (BYTES + 15) / 16 * 16 + 32; /* it may begin anywhere in 16 bytes, and a word more is read */
   static constexpr int OUTS = outs_of_piece(BYTES, ROWS); /* rows of the weight */
   static constexpr int SLOTS = ring_bytes(ROWS) / (OUTS * SLOT) < 4 ? ring_bytes(ROWS) / (OUTS * SLOT) : 4;
   static constexpr int AHEAD = SLOTS - 1;
@@ -213,7 +215,7 @@ __device__ static __forceinline__ int dot_low(uint32_t q, uint32_t x, int sum) {
 /* Where a lane finds x: bytes from the beginning of a rounded row, in the first piece; a piece further they are 1024
  * bytes (of columns), 32 scales and 64 sums of halves further. */
 struct lane_places {
-  uint32_t run[2];       /* high bytes; the low ones are `padded` bytes further */
+  uint32_t run[2]; /* high bytes; the low ones are `padded` bytes further */
   uint32_t scale[2];
   uint32_t half_sum[2];
 };
@@ -278,7 +280,8 @@ __device__ static __forceinline__ void add_unit(const m3_unit (&u)[piece<TYPE, R
 /* The same for floats: two runs of 16 bytes. */
 template <int TYPE, int ROWS>
 __device__ static __forceinline__ void add_floats(const char *const (&w)[piece<TYPE, ROWS>::OUTS], const char *x,
-                                                  int32_t n_in, int32_t first, float (&sum)[piece<TYPE, ROWS>::OUTS * ROWS]) {
+                                                  int32_t n_in, int32_t first,
+                                                  float (&sum)[piece<TYPE, ROWS>::OUTS * ROWS]) {
   constexpr int OUTS = piece<TYPE, ROWS>::OUTS, RUN = 16 / piece<TYPE, ROWS>::SIZE;
 #pragma unroll
   for (int k = 0; k < 2; k++) {
@@ -334,7 +337,8 @@ struct reader {
     int64_t e = experts ? experts[of_expert] : expert;
 #pragma unroll
     for (int o = 0; o < piece<TYPE, ROWS>::OUTS; o++) {
-      int32_t row = all.first + (part.up ? lot * (piece<TYPE, ROWS>::OUTS / 2) + o / 2 : lot * piece<TYPE, ROWS>::OUTS + o);
+      int32_t row =
+          all.first + (part.up ? lot * (piece<TYPE, ROWS>::OUTS / 2) + o / 2 : lot * piece<TYPE, ROWS>::OUTS + o);
       const char *base = part.up && o % 2 ? part.up : part.weight;
       line[o] = base + e * part.expert_bytes + min(row, all.end - 1) * part.row_bytes + step * piece<TYPE, ROWS>::BYTES;
     }
@@ -489,25 +493,23 @@ __device__ static __forceinline__ void multiply_block(const few_params &p, const
 }
 
 template <int ROWS>
-__global__ static void __launch_bounds__(THREADS, 1)
-    multiply_few(const __grid_constant__ few_params p) {
+__global__ static void __launch_bounds__(THREADS, 1) multiply_few(const __grid_constant__ few_params p) {
   extern __shared__ __align__(16) char shared[];
   m3_let_next_begin();
-  int32_t group = (int32_t)(blockIdx.x % (unsigned)p.max_groups);
-  unsigned block = blockIdx.x / (unsigned)p.max_groups;
   int which = 0;
   for (int i = 1; i < p.n_parts; i++)
-    if (block >= p.parts[i].first_block) which = i;
+    if (blockIdx.x >= p.parts[i].first_block) which = i;
   const few_part &part = p.parts[which];
+  int32_t block = (int32_t)(blockIdx.x - part.first_block), group = block % part.groups;
   m3_row_group g = {0, group * ROWS, min(ROWS, p.n - group * ROWS)};
-  if (p.groups || p.experts) m3_wait_for_previous(); /* they say which weights */
+  if ((p.groups || p.experts) && !part.shared) m3_wait_for_previous(); /* they say which weights */
   if (p.groups) {
     if (group >= *p.n_groups) return;
     g = p.groups[group];
-  } else if (p.experts && !p.sum_weights) {
+  } else if (p.experts && !p.sum_weights && !part.shared) {
     g = {p.experts[group], group, 1};
   }
-  int32_t first = (int32_t)(block - part.first_block) * part.rows;
+  int32_t first = block / part.groups * part.rows;
   switch (part.type) {
 #define TYPE(name) \
   case M3_TYPE_##name: multiply_block<M3_TYPE_##name, ROWS>(p, part, g, first, shared); break;
@@ -582,14 +584,16 @@ bool m3_cuda_takes_few_rows(const m3_context *c, const m3_weight *weight, int32_
          (uint64_t)bytes_of_row(t) * (uint64_t)held <= room_for_x(c->state, 1);
 }
 
-/* Gives each block of a group its rows, by the bytes of the weights and so that the blocks are at work together, in as
- * few waves as the room for sums of pieces allows; returns the blocks of a group. */
-static unsigned spread(const m3_device_state *s, few_params *f, int32_t rows, int32_t groups, int64_t *partials) {
+/* Gives each block its rows, by the bytes of the weights and so that the blocks are at work together, in as few waves
+ * as the room for sums of pieces allows; returns the blocks. at_work: groups that are taken to have rows, or 0 for all.
+ */
+static unsigned spread(const m3_device_state *s, few_params *f, int32_t rows, int32_t at_work, int64_t *partials) {
   double bytes = 0;
-  for (int i = 0; i < f->n_parts; i++) bytes += (double)f->parts[i].n_out * (double)f->parts[i].row_bytes;
+  for (int i = 0; i < f->n_parts; i++)
+    bytes += (double)f->parts[i].n_out * (double)f->parts[i].row_bytes * (at_work ? at_work : f->parts[i].groups);
   unsigned blocks;
   for (int waves = 1;; waves++) {
-    double at_once = (double)(s->multiprocessors * waves) / groups / bytes;
+    double at_once = (double)(s->multiprocessors * waves) / bytes;
     bool fits = true;
     blocks = 0;
     *partials = 0;
@@ -599,7 +603,7 @@ static unsigned spread(const m3_device_state *s, few_params *f, int32_t rows, in
       double share = fmax(at_once * (double)part->n_out * (double)part->row_bytes, 1);
       part->rows = (int32_t)ceil((double)part->n_out / share / lot) * lot;
       part->first_block = blocks;
-      blocks += m3_blocks_for(part->n_out, part->rows);
+      blocks += m3_blocks_for(part->n_out, part->rows) * (unsigned)part->groups;
       int64_t sums = (int64_t)part->rows * (part->up ? 2 : 1) * (f->sum_weights ? f->used : 1) * rows *
                      ((f->n_in + columns_of(part->type) - 1) / columns_of(part->type));
       fits &= sums <= MOST_PARTIALS || part->rows == lot;
@@ -629,6 +633,8 @@ bool m3_cuda_few_rows(const m3_context *c, const m3_few_product *p) {
                           part->ldy,
                           t->type,
                           (int32_t)t->ne[1],
+                          1,
+                          part->shared,
                           0,
                           0};
   }
@@ -656,17 +662,16 @@ bool m3_cuda_few_rows(const m3_context *c, const m3_few_product *p) {
     if (rows == 1 || p->grouping) return false;
     held = rows /= 2;
   }
-  f.max_groups = p->grouping      ? p->max_groups
-                 : p->sum_weights ? 1
-                 : p->experts     ? p->used
-                                  : (int32_t)m3_blocks_for(p->n, rows);
-  /* Blocks of groups of experts are laid out as for one token's. */
-  int32_t at_once = p->grouping ? c->hparams->n_expert_used : f.max_groups;
+  for (int i = 0; i < f.n_parts; i++)
+    f.parts[i].groups = p->grouping                           ? p->max_groups
+                        : p->sum_weights || f.parts[i].shared ? 1
+                        : p->experts                          ? p->used
+                                                              : (int32_t)m3_blocks_for(p->n, rows);
   int64_t partials;
-  unsigned blocks = spread(s, &f, rows, at_once, &partials);
+  unsigned blocks = spread(s, &f, rows, p->grouping ? c->hparams->n_expert_used : 0, &partials);
   f.x_offset = (uint32_t)(WARPS * ring_bytes(rows));
   f.partial_offset = f.x_offset + (row_bytes * (uint32_t)held + 15) / 16 * 16;
   size_t shared = f.partial_offset + (size_t)partials * sizeof(float);
-  m3_launch(s, "a product with few rows", kernel_for(rows), dim3(blocks * (unsigned)f.max_groups), THREADS, shared, f);
+  m3_launch(s, "a product with few rows", kernel_for(rows), dim3(blocks), THREADS, shared, f);
   return true;
 }

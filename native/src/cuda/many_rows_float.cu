@@ -84,8 +84,8 @@ __global__ static void __launch_bounds__(THREADS, 2) multiply_floats(const __gri
   int warp_m = warp % 2 * 16 * M, warp_n = warp / 2 * 16;
   /* Thread tid brings 16 columns of row tid / 4 of the weight and of x. */
   int own = tid / 4, piece = tid % 4 * 2;
-  const char *weight =
-      part.weight + g.expert * part.expert_bytes + (int64_t)min(first_out + min(own, BM - 1), part.n_out - 1) * part.row_bytes;
+  const char *weight = part.weight + g.expert * part.expert_bytes +
+                       (int64_t)min(first_out + min(own, BM - 1), part.n_out - 1) * part.row_bytes;
   int32_t row = g.first + min(own, g.count - 1);
   const char *x = p.x + (int64_t)(p.gather ? p.gather[row] : row) * p.n_in * (int64_t)sizeof(float);
   float sum[M][2][4] = {}, w_run[RUN], x_run[RUN];

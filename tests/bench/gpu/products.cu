@@ -237,7 +237,7 @@ static void time_layer(bench *b, int32_t type) {
       q.n_parts = 5, q.x = b->scratch.normed, q.n = n;
       m3_cuda_product(&b->c, &q);
     };
-    auto ffn_of = [&](const m3_layer *l) { return m3_ffn_params{l, n, b->hidden}; };
+    auto ffn_of = [&](const m3_layer *l) { return m3_ffn_params{l, n, b->hidden, false}; };
     auto output = [&](const m3_layer *l) {
       m3_output_params p = {&l->w[M3_ATTN_OUTPUT], b->scratch.attended, n, b->hidden};
       m3_cuda_output(&b->c, &p);
@@ -260,7 +260,8 @@ static void time_layer(bench *b, int32_t type) {
     report("shared", time_us(b, calls, [&](int i) { shared(&layers[i % LAYERS]->l); }), 3 * 3072 * part, 2 * 3 * 3072 * e);
     float all = time_us(b, calls, [&](int i) {
       const m3_layer *l = &layers[i % LAYERS]->l;
-      prepare(l), output(l), router(l), experts(l), shared(l);
+      m3_ffn_params p = {l, n, b->hidden, true};
+      prepare(l), output(l), router(l), m3_cuda_experts(&b->c, &p);
     });
     report("all", all, layers[0]->bytes, 2 * e * (9856 + 8192 + b->h.n_expert + 5 * 3 * 3072));
   }
