@@ -582,6 +582,11 @@ static void check_wide(const engine *spec, const engine *e, int32_t type, bool e
       CHECK(memcmp(first, b, (size_t)(rows[i - 1] * OUT) * sizeof(float)) == 0, "%s: rows depend on their number",
             what);
     memcpy(first, b, (size_t)(rows[i] * OUT) * sizeof(float));
+    m3_ffn_params p = {&want->layer, rows[i], want->hidden, false}, q = {&got->layer, rows[i], got->hidden, false};
+    int64_t n = (int64_t)rows[i] * c.n_embd;
+    memset(got->scratch.normed, 0xff, (size_t)n * sizeof(float));
+    CHECK(spec->backend->router(&x, &p) && sound(e, got, e->backend->router(&y, &q)), "%s: router not finite", what);
+    CHECK_CLOSE(what, got->scratch.normed, want->scratch.normed, n, 1e-5 * (1 + largest(want->scratch.normed, n)));
   }
   free_world(want);
   free_world(got);

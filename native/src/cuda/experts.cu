@@ -211,8 +211,8 @@ static bool few_experts(const m3_context *c, const m3_ffn_params *p) {
   bool along = p->n == 1 && p->with_shared && shared->tensor->type == l[M3_UP_SHEXP].tensor->type &&
                m3_cuda_takes_few_rows(c, shared, 1, 1);
   if (along) f.parts[f.n_parts++] = m3_few_part{shared, w->up, shared->tensor->ne[1], &l[M3_UP_SHEXP], true};
-  m3_cuda_few_rows(c, &f);
-  m3_cuda_few_rows(c, &down);
+  if (!m3_cuda_few_rows(c, &f) || !m3_cuda_few_rows(c, &down))
+    m3_note(c->state, cudaErrorNotSupported, "experts with few rows, of a shape that was taken for one");
   if (p->n > 1) add_up(c, p);
   if (along) {
     m3_product last = m3_one_product(&l[M3_DOWN_SHEXP], w->up, 1, p->hidden, true);

@@ -10,7 +10,7 @@
 #include "cuda/units.cuh"
 
 enum {
-  WARPS = 16, /* one block is at work on a multiprocessor */
+  WARPS = 12, /* one block is at work on a multiprocessor */
   THREADS = WARPS * M3_WARP,
   MOST_PARTIALS = 8192,
   X_AT_ONCE = 4, /* four columns each, that a thread has under way */
@@ -70,9 +70,9 @@ __device__ static __forceinline__ float squares(float4 v, float sum) {
   return fmaf(v.w, v.w, sum);
 }
 
-/* `rows` rows of x to shared memory, as floats or rounded. */
+/* `rows` rows of x to shared memory, as floats or rounded; `writes`: and their norm to memory, if it is wanted. */
 __device__ static __noinline__ void bring_x(const few_params &p, const m3_row_group &g, int32_t rows, bool floats,
-                                            char *out) {
+                                            bool writes, char *out) {
   __shared__ float work[WARPS + 1];
   constexpr int32_t LOT = 4 * THREADS * X_AT_ONCE;
   int32_t own = 4 * (int32_t)threadIdx.x;
@@ -110,7 +110,7 @@ __device__ static __noinline__ void bring_x(const few_params &p, const m3_row_gr
           float4 w = weight[i];
           v[i] =
               make_float4(v[i].x * factor * w.x, v[i].y * factor * w.y, v[i].z * factor * w.z, v[i].w * factor * w.w);
-          if (p.normed && blockIdx.x == 0) *(float4 *)(p.normed + (int64_t)(g.first + r) * p.n_in + column) = v[i];
+          if (writes && r < g.count) *(float4 *)(p.normed + (int64_t)(g.first + r) * p.n_in + column) = v[i];
         }
         if (floats) {
           *(float4 *)(out + ((int64_t)r * p.n_in + column) * sizeof(float)) = v[i];
@@ -447,7 +447,8 @@ __device__ static __forceinline__ void multiply_block(const few_params &p, const
     if (++to == P::SLOTS) to = 0;
   };
   for (int i = 0; i < P::AHEAD; i++) fetch();
-  bring_x(p, g, p.sum_weights ? p.used : ROWS, P::FLOATS, shared + p.x_offset);
+  bool writes = p.normed && first == 0 && &part == &p.parts[0];
+  bring_x(p, g, p.sum_weights ? p.used : ROWS, P::FLOATS, writes, shared + p.x_offset);
   __syncthreads();
   float *partial = (float *)(shared + p.partial_offset);
   uint32_t slot = 0;
@@ -574,8 +575,10 @@ static uint32_t bytes_of_row(const m3_tensor *t) {
   return is_float(t->type) ? (uint32_t)t->ne[0] * 4 : (uint32_t)m3_rounded_bytes((int32_t)t->ne[0]);
 }
 
+/* None on a GPU with less than some 150 KiB of shared memory. */
 static uint32_t room_for_x(const m3_device_state *s, int32_t rows) {
-  return s->shared_bytes - (uint32_t)(WARPS * ring_bytes(rows)) - 4 * MOST_PARTIALS;
+  uint32_t taken = (uint32_t)(WARPS * ring_bytes(rows) + 4 * MOST_PARTIALS);
+  return s->shared_bytes > taken ? s->shared_bytes - taken : 0;
 }
 
 bool m3_cuda_takes_few_rows(const m3_context *c, const m3_weight *weight, int32_t n, int32_t held) {

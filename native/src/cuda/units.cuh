@@ -173,8 +173,11 @@ __device__ static __forceinline__ void m3_load_unit(const uint8_t *row, uint32_t
     u->scale[0] = u->scale[1] = __half2float(__ushort_as_half((uint16_t)h.x)) * (float)scale;
   } else if constexpr (TYPE == M3_TYPE_IQ2_XXS) {
     const uint8_t *b = row + unit / 8 * sizeof(m3_block_iq2_xxs);
-    const uint16_t *q = (const uint16_t *)(b + 2) + 4 * k;
-    uint32_t entries = q[0] | (uint32_t)q[1] << 16, signs = q[2] | (uint32_t)q[3] << 16;
+    /* Two words at an even address. */
+    unsigned over = (unsigned)(uintptr_t)(b + 2 + 8 * k) & 3;
+    const uint32_t *words = (const uint32_t *)(b + 2 + 8 * k - over);
+    uint32_t last = over ? *(const uint16_t *)(words + 2) : 0;
+    uint32_t entries = __funnelshift_r(words[0], words[1], 8 * over), signs = __funnelshift_r(words[1], last, 8 * over);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       uint32_t s = signs >> 7 * i & 127;
