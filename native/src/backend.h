@@ -176,12 +176,13 @@ typedef struct m3_output_params {
 } m3_output_params;
 
 /* The feed-forward operations share their arguments. mlp: hidden += MLP(norm(hidden)). router: scratch normed,
- * experts, weights from hidden. experts: hidden += weighted routed experts of scratch normed. shared: hidden +=
- * shared expert of scratch normed. */
+ * experts, weights from hidden. experts: hidden += weighted routed experts of scratch normed, then what `shared` does
+ * if with_shared. shared: hidden += shared expert of scratch normed. */
 typedef struct m3_ffn_params {
   const m3_layer *layer;
   int32_t n;
   float *hidden; /* [n, n_embd] */
+  bool with_shared;
 } m3_ffn_params;
 
 typedef struct m3_head_params {

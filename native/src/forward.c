@@ -98,7 +98,7 @@ static m3_status attention(m3_session *s, const m3_context *c, const m3_batch *b
 
 static m3_status feed_forward(m3_session *s, const m3_context *c, int32_t layer, int32_t n, m3_error *err) {
   const m3_backend *b = s->model->backend;
-  m3_ffn_params p = {&s->model->layers[layer], n, s->hidden};
+  m3_ffn_params p = {&s->model->layers[layer], n, s->hidden, s->model->hparams.n_ff_shared > 0};
   if (layer < s->model->hparams.n_dense_layer) {
     b->mlp(c, &p);
     return M3_OK;
@@ -106,7 +106,6 @@ static m3_status feed_forward(m3_session *s, const m3_context *c, int32_t layer,
   if (!b->router(c, &p)) return not_finite(s, layer, M3_PART_ROUTER, err);
   m3_page_in(s->model, p.layer, s->scratch.experts, (int64_t)n * s->model->hparams.n_expert_used);
   b->experts(c, &p);
-  if (s->model->hparams.n_ff_shared) b->shared(c, &p);
   return M3_OK;
 }
 

@@ -68,7 +68,7 @@ static void run_operations(world *w, m3_context *x) {
   size_t size = (size_t)w->n * (size_t)w->c.n_embd * sizeof(float);
   float *hidden = keep(w, size);
 #define FRESH memcpy(hidden, w->hidden, size)
-  m3_ffn_params ffn = {&w->layer, w->n, hidden};
+  m3_ffn_params ffn = {&w->layer, w->n, hidden, false};
   b->output(x, &(m3_output_params){&w->layer.w[M3_ATTN_OUTPUT], w->scratch.attended, w->n, hidden});
   FRESH;
   b->prepare(x, &(m3_prepare_params){&w->layer, &w->rows, hidden, w->cache});

@@ -194,7 +194,7 @@ static int run_rest(const engine *e, world *w, result *r) {
   m3_context x = context_of(e, w);
   int64_t hidden = (int64_t)w->n * c->n_embd;
   int n = 0;
-  m3_ffn_params ffn = {&w->layer, w->n, w->hidden};
+  m3_ffn_params ffn = {&w->layer, w->n, w->hidden, false};
   b->prepare(&x, &(m3_prepare_params){&w->layer, &w->rows, w->hidden, w->cache});
   wait_for(e, w);
   check_cached(e, w, c->kv_type, w->cache.k, w->scratch.k, c->n_head_kv, c->head_dim);
@@ -213,12 +213,19 @@ static int run_rest(const engine *e, world *w, result *r) {
   r[n++] = copy_of(w, "mlp", w->hidden, hidden);
   CHECK(sound(e, w, b->router(&x, &ffn)), "%s: router not finite", c->name);
   r[n++] = copy_of(w, "router weights", w->scratch.weights, (int64_t)w->n * c->n_expert_used);
+  result before = copy_of(w, "router", w->hidden, hidden);
   b->experts(&x, &ffn);
   wait_for(e, w);
   r[n++] = copy_of(w, "experts", w->hidden, hidden);
   b->shared(&x, &ffn);
   wait_for(e, w);
   r[n++] = copy_of(w, "shared", w->hidden, hidden);
+  memcpy(w->hidden, before.values, (size_t)hidden * sizeof(float));
+  ffn.with_shared = true;
+  b->experts(&x, &ffn);
+  wait_for(e, w);
+  CHECK(memcmp(w->hidden, r[n - 1].values, (size_t)hidden * sizeof(float)) == 0, "%s, %s: experts with the shared one",
+        c->name, e->name);
   CHECK(sound(e, w, b->finite(&x, w->hidden, hidden, M3_PART_OUTPUT)), "%s: hidden not finite", c->name);
   float *logits = keep(w, (size_t)((int64_t)w->n * c->n_vocab) * sizeof(float));
   b->head(&x, &(m3_head_params){&w->output_norm, &w->head, w->hidden, w->n, logits});
@@ -285,7 +292,7 @@ static void check_definitions(const engine *e, const op_case *c) {
   static float want[MAX_WIDTH];
   world *w = new_world(c, e->backend, e->threads);
   m3_context x = context_of(e, w);
-  m3_ffn_params ffn = {&w->layer, w->n, w->hidden};
+  m3_ffn_params ffn = {&w->layer, w->n, w->hidden, false};
   int64_t n_embd = c->n_embd;
   float *before = keep(w, (size_t)(w->n * n_embd) * sizeof(float));
   e->backend->prepare(&x, &(m3_prepare_params){&w->layer, &w->rows, w->hidden, w->cache});
@@ -374,7 +381,7 @@ static void check_not_finite(const engine *e) {
     store_row(F32, w->cache.index, (int64_t)w->rows.tables[0][2] * c.block_size + 5, key, 24);
     m3_select_params p = {.rows = &w->rows, .cache = w->cache, .blocks = w->scratch.blocks, .max_blocks = 13};
     CHECK(!sound(e, w, e->backend->select(&x, &p)), "%s: a key with %g was accepted", e->name, (double)bad[i]);
-    m3_ffn_params ffn = {&w->layer, w->n, w->hidden};
+    m3_ffn_params ffn = {&w->layer, w->n, w->hidden, false};
     float *router = (float *)(uintptr_t)w->layer.w[M3_ROUTER].data;
     router[7] = bad[i];
     CHECK(!sound(e, w, e->backend->router(&x, &ffn)), "%s: a router with %g was accepted", e->name, (double)bad[i]);
@@ -397,7 +404,7 @@ static void check_row_independence(const engine *e, op_case many, int32_t piece)
   float *start = keep(w, (size_t)(w->n * many.n_embd) * sizeof(float));
   memcpy(start, w->hidden, (size_t)(w->n * many.n_embd) * sizeof(float));
   m3_context x = context_of(e, w);
-  m3_ffn_params ffn = {&w->layer, w->n, w->hidden};
+  m3_ffn_params ffn = {&w->layer, w->n, w->hidden, false};
   e->backend->mlp(&x, &ffn);
   e->backend->router(&x, &ffn);
   e->backend->experts(&x, &ffn);
@@ -406,7 +413,7 @@ static void check_row_independence(const engine *e, op_case many, int32_t piece)
   float *all = keep(w, (size_t)(w->n * many.n_embd) * sizeof(float));
   memcpy(all, w->hidden, (size_t)(w->n * many.n_embd) * sizeof(float));
   for (int32_t row = 0; row + piece <= w->n; row++) {
-    m3_ffn_params part = {&w->layer, piece, w->hidden};
+    m3_ffn_params part = {&w->layer, piece, w->hidden, false};
     size_t bytes = (size_t)piece * (size_t)many.n_embd * sizeof(float);
     memcpy(w->hidden, start + row * many.n_embd, bytes);
     e->backend->mlp(&x, &part);
@@ -465,6 +472,11 @@ static void check_wide(const engine *spec, const engine *e, int32_t type, bool e
       CHECK(memcmp(first, b, (size_t)(rows[i - 1] * OUT) * sizeof(float)) == 0, "%s: rows depend on their number",
             what);
     memcpy(first, b, (size_t)(rows[i] * OUT) * sizeof(float));
+    m3_ffn_params p = {&want->layer, rows[i], want->hidden, false}, q = {&got->layer, rows[i], got->hidden, false};
+    int64_t n = (int64_t)rows[i] * c.n_embd;
+    memset(got->scratch.normed, 0xff, (size_t)n * sizeof(float));
+    CHECK(spec->backend->router(&x, &p) && sound(e, got, e->backend->router(&y, &q)), "%s: router not finite", what);
+    CHECK_CLOSE(what, got->scratch.normed, want->scratch.normed, n, 1e-5 * (1 + largest(want->scratch.normed, n)));
   }
   free_world(want);
   free_world(got);

@@ -29,7 +29,7 @@ static void run(const m3_kernels *kernels, world *w, operation what) {
       .rows = &w->rows, .cache = w->cache, .blocks = w->scratch.blocks, .max_blocks = blocks_of_case(&w->c)};
   m3_attend_params a = {&w->rows, w->cache, w->scratch.blocks, w->scratch.attended, NULL};
   switch (what) {
-    case MLP: m3_cpu_backend.mlp(&x, &(m3_ffn_params){&w->layer, w->n, w->hidden}); break;
+    case MLP: m3_cpu_backend.mlp(&x, &(m3_ffn_params){&w->layer, w->n, w->hidden, false}); break;
     case SELECT: m3_cpu_backend.select(&x, &s); break;
     case ATTEND: m3_cpu_backend.attend(&x, &a); break;
   }

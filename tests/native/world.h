@@ -50,7 +50,7 @@ static inline bool on_gpu(const m3_backend *b) { return b->weight_load != NULL; 
  * that a test looks at results where the CPU leaves them. */
 static inline void *keep(world *w, size_t bytes) {
   void *p = NULL;
-  if (!bytes) bytes = 1;
+  bytes = bytes ? (bytes + 15) & ~(size_t)15 : 1; /* as the GPU's backend takes memory */
 #ifdef M3_TEST_CUDA
   if (on_gpu(w->backend)) {
     if (cudaHostAlloc(&p, bytes, cudaHostAllocDefault)) abort();

@@ -206,6 +206,7 @@ void m3_cpu_experts(const m3_context *c, const m3_ffn_params *p) {
       c->kernels->axpy(sum, s->weights[r * used + k], s->expert_out + g.place[r * used + k] * n_embd, n_embd);
     for (int64_t i = 0; i < n_embd; i++) p->hidden[r * n_embd + i] += sum[i];
   }
+  if (p->with_shared) m3_cpu_shared(c, p);
 }
 
 void m3_cpu_head(const m3_context *c, const m3_head_params *p) {

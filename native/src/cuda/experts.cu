@@ -206,9 +206,20 @@ static bool few_experts(const m3_context *c, const m3_ffn_params *p) {
     f.group_rows = down.group_rows = TOGETHER;
     f.max_groups = down.max_groups = group(c, p->n, TOGETHER);
   }
-  m3_cuda_few_rows(c, &f);
-  m3_cuda_few_rows(c, &down);
+  /* The shared expert's gate and up go along; its result waits where only more rows would put theirs. */
+  const m3_weight *shared = &l[M3_GATE_SHEXP];
+  bool along = p->n == 1 && p->with_shared && shared->tensor->type == l[M3_UP_SHEXP].tensor->type &&
+               m3_cuda_takes_few_rows(c, shared, 1, 1);
+  if (along) f.parts[f.n_parts++] = m3_few_part{shared, w->up, shared->tensor->ne[1], &l[M3_UP_SHEXP], true};
+  if (!m3_cuda_few_rows(c, &f) || !m3_cuda_few_rows(c, &down))
+    m3_note(c->state, cudaErrorNotSupported, "experts with few rows, of a shape that was taken for one");
   if (p->n > 1) add_up(c, p);
+  if (along) {
+    m3_product last = m3_one_product(&l[M3_DOWN_SHEXP], w->up, 1, p->hidden, true);
+    m3_cuda_product(c, &last);
+  } else if (p->with_shared) {
+    m3_cuda_shared(c, p);
+  }
   return true;
 }
 
@@ -244,4 +255,5 @@ void m3_cuda_experts(const m3_context *c, const m3_ffn_params *p) {
     m3_cuda_swiglu(s, h, w->gate, w->up, (int64_t)pairs * h->n_ff_expert);
   many ? m3_cuda_many_rows(c, &out) : m3_cuda_plain_product(s, &out);
   add_up(c, p);
+  if (p->with_shared) m3_cuda_shared(c, p);
 }

@@ -3,18 +3,16 @@
  * (units.cuh) by bytes; the lanes' sums are added in one tree, and those of the pieces in the order of the columns, so
  * that what a row gets depends neither on the rows beside it nor on how rows of the weight are spread over blocks and
  * warps. */
-#include "cuda/activations.cuh"
 #include "cuda/few_rows.cuh"
 #include "cuda/launch.cuh"
+#include "cuda/pieces.cuh"
 #include "cuda/swiglu.cuh"
-#include "cuda/units.cuh"
 
 enum {
-  WARPS = 8,
+  WARPS = 12, /* one block is at work on a multiprocessor */
   THREADS = WARPS * M3_WARP,
-  RING_BYTES = 9216, /* of a warp */
-  MOST_PARTIALS = 4096,
-  BLOCKS_AT_ONCE = 2, /* on a multiprocessor */
+  MOST_PARTIALS = 8192,
+  X_AT_ONCE = 4, /* four columns each, that a thread has under way */
 };
 
 struct few_part {
@@ -23,8 +21,10 @@ struct few_part {
   float *y;
   int64_t ldy;
   int32_t type, n_out;
-  int32_t rows;         /* of the weight, for a block */
-  unsigned first_block; /* of those of a group */
+  int32_t groups; /* of rows of x, or experts */
+  bool shared;
+  int32_t rows; /* of the weight, for a block */
+  unsigned first_block;
 };
 
 struct few_params {
@@ -41,19 +41,11 @@ struct few_params {
   const m3_row_group *groups;
   const int32_t *n_groups;
   const int32_t *gather;
-  int32_t max_groups, group_rows;
   float limit, alpha; /* of SwiGLU */
   uint32_t x_offset, partial_offset;
 };
 
 /* ------------------------------------------------------------------------------------------------ rows of x */
-
-__device__ static __forceinline__ uint32_t place_of_column(uint32_t column) {
-  /* Pieces of 16 bytes change places so that the eight that neighboring lanes read lie in different banks, for every
-   * distance of m3_unit_distance. */
-  uint32_t piece = column >> 4;
-  return (piece ^ (piece & 8 ? 7 : 0)) << 4 | (column & 15);
-}
 
 __device__ static inline const float *row_of_x(const few_params &p, const m3_row_group &g, int32_t r) {
   if (p.experts) return p.x + (p.sum_weights ? (int64_t)r * p.n_in : 0);
@@ -61,200 +53,66 @@ __device__ static inline const float *row_of_x(const few_params &p, const m3_row
   return p.x + (int64_t)(p.gather ? p.gather[row] : row) * p.n_in;
 }
 
-/* `rows` rows of x to shared memory, as floats or rounded. */
+__device__ static __forceinline__ float squares(float4 v, float sum) {
+  sum = fmaf(v.x, v.x, sum), sum = fmaf(v.y, v.y, sum), sum = fmaf(v.z, v.z, sum);
+  return fmaf(v.w, v.w, sum);
+}
+
+/* `rows` rows of x to shared memory, as floats or rounded; `writes`: and their norm to memory, if it is wanted. */
 __device__ static __noinline__ void bring_x(const few_params &p, const m3_row_group &g, int32_t rows, bool floats,
-                                            char *out) {
+                                            bool writes, char *out) {
   __shared__ float work[WARPS + 1];
+  constexpr int32_t LOT = 4 * THREADS * X_AT_ONCE;
+  int32_t own = 4 * (int32_t)threadIdx.x;
+  float4 weight[X_AT_ONCE];
+  auto load = [&](const float *from, int32_t base, float4(&v)[X_AT_ONCE]) {
+#pragma unroll
+    for (int i = 0; i < X_AT_ONCE; i++) {
+      int32_t column = base + own + 4 * THREADS * i;
+      v[i] = column < p.n_in ? *(const float4 *)(from + column) : make_float4(0, 0, 0, 0);
+    }
+  };
+  if (p.norm) load(p.norm, 0, weight);
+  m3_wait_for_previous();
   for (int32_t r = 0; r < rows; r++) {
     const float *x = row_of_x(p, g, r);
+    float4 v[X_AT_ONCE];
+    load(x, 0, v);
     float factor = 1;
     if (p.norm) {
       float sum = 0;
-#pragma unroll 4
-      for (int32_t i = 4 * (int32_t)threadIdx.x; i < p.n_in; i += 4 * THREADS) {
-        float4 v = *(const float4 *)(x + i);
-        sum = fmaf(v.x, v.x, sum), sum = fmaf(v.y, v.y, sum), sum = fmaf(v.z, v.z, sum), sum = fmaf(v.w, v.w, sum);
-      }
+#pragma unroll
+      for (int i = 0; i < X_AT_ONCE; i++) sum = squares(v[i], sum);
+      for (int32_t i = LOT + own; i < p.n_in; i += 4 * THREADS) sum = squares(*(const float4 *)(x + i), sum);
       factor = 1.0f / sqrtf(m3_block_sum(sum, work) / (float)p.n_in + p.eps);
     }
     m3_rounded_row to = m3_rounded_at(out + (int64_t)r * m3_rounded_bytes(p.n_in), p.n_in);
-#pragma unroll 4
-    for (int32_t i = 4 * (int32_t)threadIdx.x; i < p.n_in; i += 4 * THREADS) {
-      float4 v = *(const float4 *)(x + i);
-      if (p.norm) {
-        float4 w = *(const float4 *)(p.norm + i);
-        v = make_float4(v.x * factor * w.x, v.y * factor * w.y, v.z * factor * w.z, v.w * factor * w.w);
-        if (p.normed && blockIdx.x == 0) *(float4 *)(p.normed + (int64_t)(g.first + r) * p.n_in + i) = v;
-      }
-      if (floats) {
-        *(float4 *)(out + ((int64_t)r * p.n_in + i) * sizeof(float)) = v;
-        continue;
-      }
-      m3_rounded_part part = m3_round_columns(v);
-      uint32_t place = place_of_column((uint32_t)i);
-      *(uint32_t *)(to.high + place) = part.high;
-      *(uint32_t *)(to.low + place) = part.low;
-      if (i % 32 == 0) to.scale[i / 32] = part.scale;
-      if (i % 16 == 0) to.half_sum[i / 16] = part.half_sum;
-    }
-  }
-}
-
-/* ------------------------------------------------------------------------------------------------ sums of lanes */
-
-/* Lane l gets the sum over the lanes of value l / (32 / N) of N; in the same tree for every N. */
-template <int N>
-__device__ static __forceinline__ float sum_of_lanes(float (&v)[N]) {
-  uint32_t lane = threadIdx.x % M3_WARP;
+    for (int32_t base = 0; base < p.n_in; base += LOT) {
+      if (base) load(x, base, v);
+      if (base && p.norm) load(p.norm, base, weight);
 #pragma unroll
-  for (int step = M3_WARP / 2, n = N; step > 0; step /= 2) {
-    if (n > 1) {
-      n /= 2;
-      bool upper = lane & step;
-#pragma unroll
-      for (int i = 0; i < n; i++) {
-        float mine = upper ? v[n + i] : v[i], other = upper ? v[i] : v[n + i];
-        v[i] = mine + __shfl_xor_sync(0xffffffffu, other, step);
-      }
-    } else {
-      v[0] += __shfl_xor_sync(0xffffffffu, v[0], step);
-    }
-  }
-  return v[0];
-}
-
-/* ------------------------------------------------------------------------------------------------ pieces of weights */
-
-template <int TYPE>
-struct piece {
-  static constexpr bool FLOATS = TYPE == M3_TYPE_F32 || TYPE == M3_TYPE_F16 || TYPE == M3_TYPE_BF16;
-  static constexpr int SIZE = TYPE == M3_TYPE_F32 ? 4 : 2; /* of a float */
-  static constexpr int UNIT_BYTES_8 =                      /* of 256 columns */
-      TYPE == M3_TYPE_Q4_0 || TYPE == M3_TYPE_IQ4_NL ? 8 * 18
-      : TYPE == M3_TYPE_Q4_1                         ? 8 * 20
-      : TYPE == M3_TYPE_Q5_0                         ? 8 * 22
-      : TYPE == M3_TYPE_Q5_1                         ? 8 * 24
-      : TYPE == M3_TYPE_Q8_0                         ? 8 * 34
-      : TYPE == M3_TYPE_MXFP4                        ? 8 * 17
-      : TYPE == M3_TYPE_Q2_K                         ? (int)sizeof(m3_block_q2_k)
-      : TYPE == M3_TYPE_Q3_K                         ? (int)sizeof(m3_block_q3_k)
-      : TYPE == M3_TYPE_Q4_K                         ? (int)sizeof(m3_block_q4_k)
-      : TYPE == M3_TYPE_Q5_K                         ? (int)sizeof(m3_block_q5_k)
-      : TYPE == M3_TYPE_Q6_K                         ? (int)sizeof(m3_block_q6_k)
-      : TYPE == M3_TYPE_IQ4_XS                       ? (int)sizeof(m3_block_iq4_xs)
-      : TYPE == M3_TYPE_IQ2_XXS                      ? (int)sizeof(m3_block_iq2_xxs)
-      : TYPE == M3_TYPE_IQ2_XS                       ? (int)sizeof(m3_block_iq2_xs)
-      : TYPE == M3_TYPE_IQ2_S                        ? (int)sizeof(m3_block_iq2_s)
-      : TYPE == M3_TYPE_IQ3_XXS                      ? (int)sizeof(m3_block_iq3_xxs)
-      : TYPE == M3_TYPE_IQ3_S                        ? (int)sizeof(m3_block_iq3_s)
-      : TYPE == M3_TYPE_IQ1_S                        ? (int)sizeof(m3_block_iq1_s)
-                                                     : (int)sizeof(m3_block_iq1_m);
-  static constexpr int COLUMNS = FLOATS ? 1024 / SIZE : 1024;
-  static constexpr int BYTES = FLOATS ? 1024 : 4 * UNIT_BYTES_8;
-  static constexpr int SLOT =
-      (BYTES + 15) / 16 * 16 + 32;                  /* it may begin anywhere in 16 bytes, and a word more is read */
-  static constexpr int OUTS = BYTES <= 720 ? 4 : 2; /* rows of the weight */
-  static constexpr int SLOTS = RING_BYTES / (OUTS * SLOT) < 4 ? RING_BYTES / (OUTS * SLOT) : 4;
-  static constexpr int AHEAD = SLOTS - 1;
-};
-
-static int outs_of(int32_t type) {
-  bool floats = type == M3_TYPE_F32 || type == M3_TYPE_F16 || type == M3_TYPE_BF16;
-  return !floats && m3_row_bytes(type, 1024) <= 720 ? 4 : 2;
-}
-
-static int columns_of(int32_t type) {
-  return type == M3_TYPE_F32 ? 256 : type == M3_TYPE_F16 || type == M3_TYPE_BF16 ? 512 : 1024;
-}
-
-__device__ static __forceinline__ void copy_16(uint32_t to, const void *from, uint32_t bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-}
-
-template <int PENDING>
-__device__ static __forceinline__ void wait_for_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-}
-
-/* Sum of products of four signed bytes with x of each half. */
-__device__ static __forceinline__ int dot_high(uint32_t q, uint32_t x, int sum) { return __dp4a((int)x, (int)q, sum); }
-__device__ static __forceinline__ int dot_low(uint32_t q, uint32_t x, int sum) {
-  asm("dp4a.u32.s32 %0, %1, %2, %0;" : "+r"(sum) : "r"(x), "r"(q));
-  return sum;
-}
-
-/* A lane's share of the products of a piece with rows of x: a unit. */
-template <int TYPE, int ROWS>
-__device__ static __forceinline__ void add_unit(const m3_unit (&u)[piece<TYPE>::OUTS], const char *x, int32_t n_in,
-                                                uint32_t unit, float (&sum)[piece<TYPE>::OUTS * ROWS]) {
-  constexpr int OUTS = piece<TYPE>::OUTS, DISTANCE = m3_unit_distance(TYPE);
-  uint32_t first = m3_unit_column(DISTANCE, unit), second = first + DISTANCE;
-#pragma unroll
-  for (int r = 0; r < ROWS; r++) {
-    m3_rounded_row row = m3_rounded_at((char *)x + (int64_t)r * m3_rounded_bytes(n_in), n_in);
-    uint4 h[2] = {*(const uint4 *)(row.high + place_of_column(first)),
-                  *(const uint4 *)(row.high + place_of_column(second))};
-    uint4 l[2] = {*(const uint4 *)(row.low + place_of_column(first)),
-                  *(const uint4 *)(row.low + place_of_column(second))};
-    float scale[2] = {row.scale[first / 32], 0}, half[2] = {0, 0};
-    scale[1] = DISTANCE == 16 ? scale[0] : row.scale[second / 32];
-    if (m3_unit_has_min(TYPE)) half[0] = row.half_sum[first / 16], half[1] = row.half_sum[second / 16];
-#pragma unroll
-    for (int o = 0; o < OUTS; o++) {
-      int high[2] = {0, 0}, low[2] = {0, 0};
-#pragma unroll
-      for (int k = 0; k < 2; k++) {
-        if (k == 1 && m3_unit_is_group(TYPE)) high[1] = high[0], low[1] = low[0];
-        const uint32_t *q = u[o].q + 4 * k;
-        high[k] = dot_high(q[0], h[k].x, high[k]), low[k] = dot_low(q[0], l[k].x, low[k]);
-        high[k] = dot_high(q[1], h[k].y, high[k]), low[k] = dot_low(q[1], l[k].y, low[k]);
-        high[k] = dot_high(q[2], h[k].z, high[k]), low[k] = dot_low(q[2], l[k].z, low[k]);
-        high[k] = dot_high(q[3], h[k].w, high[k]), low[k] = dot_low(q[3], l[k].w, low[k]);
-      }
-#pragma unroll
-      for (int k = m3_unit_is_group(TYPE) ? 1 : 0; k < 2; k++)
-        sum[o * ROWS + r] = fmaf((float)(256 * high[k] + low[k]), u[o].scale[k] * scale[k], sum[o * ROWS + r]);
-#pragma unroll
-      for (int k = 0; k < 2; k++)
-        if (m3_unit_has_min(TYPE)) sum[o * ROWS + r] = fmaf(-u[o].min[k], half[k], sum[o * ROWS + r]);
-    }
-  }
-}
-
-/* The same for floats: two runs of 16 bytes. */
-template <int TYPE, int ROWS>
-__device__ static __forceinline__ void add_floats(const char *const (&w)[piece<TYPE>::OUTS], const char *x,
-                                                  int32_t n_in, int32_t first, float (&sum)[piece<TYPE>::OUTS * ROWS]) {
-  constexpr int OUTS = piece<TYPE>::OUTS, RUN = 16 / piece<TYPE>::SIZE;
-#pragma unroll
-  for (int k = 0; k < 2; k++) {
-    int32_t run = (int32_t)(threadIdx.x % M3_WARP) + k * M3_WARP, column = first + run * RUN;
-    if (column >= n_in) continue;
-    float a[OUTS][RUN];
-#pragma unroll
-    for (int o = 0; o < OUTS; o++) {
-      uint4 v = *(const uint4 *)(w[o] + 16 * run);
-      uint32_t words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-      for (int j = 0; j < RUN; j++) {
-        uint32_t half = words[j * piece<TYPE>::SIZE / 4] >> (RUN == 8 ? 16 * (j % 2) : 0);
-        a[o][j] = TYPE == M3_TYPE_F32   ? __uint_as_float(half)
-                  : TYPE == M3_TYPE_F16 ? __half2float(__ushort_as_half((uint16_t)half))
-                                        : __uint_as_float(half << 16);
-      }
-    }
-#pragma unroll
-    for (int r = 0; r < ROWS; r++)
-#pragma unroll
-      for (int j = 0; j < RUN; j += 4) {
-        float4 b = *(const float4 *)(x + ((int64_t)r * n_in + column + j) * sizeof(float));
-#pragma unroll
-        for (int o = 0; o < OUTS; o++) {
-          float s = sum[o * ROWS + r];
-          s = fmaf(a[o][j], b.x, s), s = fmaf(a[o][j + 1], b.y, s);
-          sum[o * ROWS + r] = fmaf(a[o][j + 3], b.w, fmaf(a[o][j + 2], b.z, s));
+      for (int i = 0; i < X_AT_ONCE; i++) {
+        int32_t column = base + own + 4 * THREADS * i;
+        if (column >= p.n_in) break;
+        if (p.norm) {
+          float4 w = weight[i];
+          v[i] =
+              make_float4(v[i].x * factor * w.x, v[i].y * factor * w.y, v[i].z * factor * w.z, v[i].w * factor * w.w);
+          if (writes && r < g.count) *(float4 *)(p.normed + (int64_t)(g.first + r) * p.n_in + column) = v[i];
         }
+        if (floats) {
+          *(float4 *)(out + ((int64_t)r * p.n_in + column) * sizeof(float)) = v[i];
+          continue;
+        }
+        m3_rounded_part part = m3_round_columns(v[i]);
+        uint32_t place = place_of_column((uint32_t)column);
+        *(uint32_t *)(to.high + place) = part.high;
+        *(uint32_t *)(to.low + place) = part.low;
+        if (column % 32 == 0) to.scale[column / 32] = part.scale;
+        if (column % 16 == 0) to.half_sum[column / 16] = part.half_sum;
       }
+    }
+    if (p.norm && p.n_in > LOT) load(p.norm, 0, weight);
   }
 }
 
@@ -267,22 +125,23 @@ struct lots {
   int32_t n, experts, steps;
 };
 
-template <int TYPE>
+template <int TYPE, int ROWS>
 struct reader {
   const few_part &part;
   const lots &all;
   const int32_t *experts; /* of a weighted sum, or NULL */
   int32_t expert;         /* else */
   int32_t lot, of_expert, step;
-  const char *line[piece<TYPE>::OUTS];
+  const char *line[piece<TYPE, ROWS>::OUTS];
 
   __device__ __forceinline__ void point() {
     int64_t e = experts ? experts[of_expert] : expert;
 #pragma unroll
-    for (int o = 0; o < piece<TYPE>::OUTS; o++) {
-      int32_t row = all.first + (part.up ? lot * (piece<TYPE>::OUTS / 2) + o / 2 : lot * piece<TYPE>::OUTS + o);
+    for (int o = 0; o < piece<TYPE, ROWS>::OUTS; o++) {
+      int32_t row =
+          all.first + (part.up ? lot * (piece<TYPE, ROWS>::OUTS / 2) + o / 2 : lot * piece<TYPE, ROWS>::OUTS + o);
       const char *base = part.up && o % 2 ? part.up : part.weight;
-      line[o] = base + e * part.expert_bytes + min(row, all.end - 1) * part.row_bytes + step * piece<TYPE>::BYTES;
+      line[o] = base + e * part.expert_bytes + min(row, all.end - 1) * part.row_bytes + step * piece<TYPE, ROWS>::BYTES;
     }
   }
 
@@ -296,7 +155,7 @@ struct reader {
   __device__ __forceinline__ void advance() {
     if (++step < all.steps) {
 #pragma unroll
-      for (int o = 0; o < piece<TYPE>::OUTS; o++) line[o] += piece<TYPE>::BYTES;
+      for (int o = 0; o < piece<TYPE, ROWS>::OUTS; o++) line[o] += piece<TYPE, ROWS>::BYTES;
       return;
     }
     step = 0;
@@ -304,20 +163,21 @@ struct reader {
     point();
   }
 
-  /* Sends the piece on its way; returns where in its first 16 bytes each line begins, four bits each. */
+  /* Sends the piece on its way, in whole 16 bytes (see take in backend.cu); returns where in the first ones each line
+   * begins, four bits each. */
   __device__ __forceinline__ uint32_t fetch(uint32_t to) const {
-    int32_t bytes = min((int32_t)piece<TYPE>::BYTES, (int32_t)part.row_bytes - step * piece<TYPE>::BYTES);
-    uint32_t skews = 0;
+    using P = piece<TYPE, ROWS>;
+    int32_t bytes = min((int32_t)P::BYTES, (int32_t)part.row_bytes - step * P::BYTES);
+    uint32_t skews = 0, lane = threadIdx.x % M3_WARP;
+    to += 16 * lane;
 #pragma unroll
-    for (int o = 0; o < piece<TYPE>::OUTS; o++) {
+    for (int o = 0; o < P::OUTS; o++) {
       uint32_t skew = (uint32_t)(uintptr_t)line[o] & 15;
-      int32_t end = bytes + (int32_t)skew;
-      const char *from = line[o] - skew;
+      const char *from = (const char *)((uintptr_t)line[o] & ~(uintptr_t)15) + 16 * lane;
+      int32_t rest = bytes + (int32_t)skew - 16 * (int32_t)lane;
 #pragma unroll
-      for (int i = 0; i < (piece<TYPE>::SLOT / 16 + M3_WARP - 1) / M3_WARP; i++) {
-        int32_t at = 16 * ((int32_t)(threadIdx.x % M3_WARP) + i * M3_WARP);
-        if (at < end) copy_16(to + (uint32_t)(o * piece<TYPE>::SLOT + at), from + at, (uint32_t)min(16, end - at));
-      }
+      for (int i = 0; i < (P::BYTES + 15 + 511) / 512; i++)
+        if (rest > 512 * i) copy_16(to + (uint32_t)(o * P::SLOT + 512 * i), from + 512 * i);
       skews |= skew << 4 * o;
     }
     return skews;
@@ -327,41 +187,42 @@ struct reader {
 /* Adds up the pieces of row o of a lot. */
 __device__ static inline float total(const float *partial, const lots &all, int32_t lot, int32_t expert, int outs,
                                      int rows, int o, int r) {
-  partial += (int64_t)(lot * all.experts + expert) * all.steps * outs * rows + o * rows + r;
+  partial += (lot * all.experts + expert) * all.steps * outs * rows + o * rows + r;
   float sum = 0;
+#pragma unroll 4
   for (int32_t i = 0; i < all.steps; i++) sum += partial[i * outs * rows];
   return sum;
 }
 
 template <int ROWS>
-__device__ static inline void write_results(const few_params &p, const few_part &part, const m3_row_group &g,
-                                            const lots &all, int outs, const float *partial) {
+__device__ static __noinline__ void write_results(const few_params &p, const few_part &part, const m3_row_group &g,
+                                                  const lots &all, int outs, const float *partial) {
   int32_t width = all.end - all.first;
   for (int32_t i = threadIdx.x; i < width * ROWS; i += THREADS) {
     int32_t j = i % width, r = i / width;
     if (r >= g.count) break;
     float *y = part.y + (int64_t)(g.first + r) * part.ldy + all.first + j;
+    float before = p.add || p.sum_weights ? *y : 0;
     if (part.up) {
       int32_t pairs = outs / 2, lot = j / pairs, o = j % pairs * 2;
-      float gate = total(partial, all, lot, 0, outs, ROWS, o, r),
-            up = total(partial, all, lot, 0, outs, ROWS, o + 1, r);
-      *y = m3_swiglu(gate, up, p.limit, p.alpha);
+      float gate = total(partial, all, lot, 0, outs, ROWS, o, r);
+      *y = m3_swiglu(gate, total(partial, all, lot, 0, outs, ROWS, o + 1, r), p.limit, p.alpha);
     } else if (p.sum_weights) {
       float sum = 0;
       for (int32_t e = 0; e < p.used; e++)
         sum = fmaf(p.sum_weights[e], total(partial, all, j / outs, e, outs, ROWS, j % outs, r), sum);
-      *y += sum;
+      *y = before + sum;
     } else {
       float v = total(partial, all, j / outs, 0, outs, ROWS, j % outs, r);
-      *y = p.add ? *y + v : v;
+      *y = p.add ? before + v : v;
     }
   }
 }
 
 template <int TYPE, int ROWS>
 __device__ static __forceinline__ void multiply_block(const few_params &p, const few_part &part, m3_row_group g,
-                                                      bool waited, int32_t first, char *shared) {
-  using P = piece<TYPE>;
+                                                      int32_t first, char *shared) {
+  using P = piece<TYPE, ROWS>;
   constexpr int OUTS = P::OUTS;
   uint32_t lane = threadIdx.x % M3_WARP, warp = threadIdx.x / M3_WARP;
   lots all = {first, min(first + part.rows, part.n_out)};
@@ -371,9 +232,9 @@ __device__ static __forceinline__ void multiply_block(const few_params &p, const
   all.steps = (p.n_in + P::COLUMNS - 1) / P::COLUMNS;
   int32_t pieces = all.n * all.experts * all.steps;
   int32_t next = pieces * (int32_t)warp / WARPS, end = pieces * ((int32_t)warp + 1) / WARPS, fetched = next;
-  reader<TYPE> ahead = {part, all, p.sum_weights ? p.experts : NULL, g.expert};
+  reader<TYPE, ROWS> ahead = {part, all, p.sum_weights ? p.experts : NULL, g.expert};
   if (next < end) ahead.start(next);
-  char *ring = shared + warp * RING_BYTES;
+  char *ring = shared + warp * ring_bytes(ROWS);
   uint32_t ring_at = (uint32_t)__cvta_generic_to_shared(ring), to = 0;
   uint64_t skews = 0;
   auto fetch = [&] {
@@ -387,18 +248,20 @@ __device__ static __forceinline__ void multiply_block(const few_params &p, const
     if (++to == P::SLOTS) to = 0;
   };
   for (int i = 0; i < P::AHEAD; i++) fetch();
-  if (!waited) m3_wait_for_previous();
-  bring_x(p, g, p.sum_weights ? p.used : ROWS, P::FLOATS, shared + p.x_offset);
+  bool writes = p.normed && first == 0 && &part == &p.parts[0];
+  bring_x(p, g, p.sum_weights ? p.used : ROWS, P::FLOATS, writes, shared + p.x_offset);
   __syncthreads();
   float *partial = (float *)(shared + p.partial_offset);
   uint32_t slot = 0;
   int32_t step = next % all.steps, expert = next / all.steps % all.experts;
-  int32_t x_bytes = P::FLOATS ? p.n_in * (int32_t)sizeof(float) : m3_rounded_bytes(p.n_in);
+  uint32_t x_bytes = (uint32_t)(P::FLOATS ? p.n_in * (int32_t)sizeof(float) : m3_rounded_bytes(p.n_in));
+  uint32_t padded = (uint32_t)m3_rounded_columns(p.n_in);
+  lane_places places = places_of_lane<TYPE>(p.n_in);
   for (; next < end; next++) {
     wait_for_copies<P::AHEAD - 1>();
     __syncwarp();
     fetch();
-    const char *w = ring + slot * (OUTS * P::SLOT), *x = shared + p.x_offset + expert * x_bytes;
+    const char *w = ring + slot * (OUTS * P::SLOT), *x = shared + p.x_offset + (uint32_t)expert * x_bytes;
     uint32_t skew = (uint32_t)(skews >> 16 * P::AHEAD);
     float sum[OUTS * ROWS];
 #pragma unroll
@@ -415,7 +278,7 @@ __device__ static __forceinline__ void multiply_block(const few_params &p, const
 #pragma unroll
         for (int o = 0; o < OUTS; o++)
           m3_load_unit<TYPE, true>((const uint8_t *)w + o * P::SLOT + (skew >> 4 * o & 15), lane, &u[o]);
-        add_unit<TYPE, ROWS>(u, x, p.n_in, unit, sum);
+        add_unit<TYPE, ROWS>(u, x, places, padded, x_bytes, step, sum);
       }
     }
     float v = sum_of_lanes(sum);
@@ -432,29 +295,26 @@ __device__ static __forceinline__ void multiply_block(const few_params &p, const
 }
 
 template <int ROWS>
-__global__ static void __launch_bounds__(THREADS, ROWS <= 2 ? BLOCKS_AT_ONCE : 1)
-    multiply_few(const __grid_constant__ few_params p) {
+__global__ static void __launch_bounds__(THREADS, 1) multiply_few(const __grid_constant__ few_params p) {
   extern __shared__ __align__(16) char shared[];
   m3_let_next_begin();
-  int32_t group = (int32_t)(blockIdx.x % (unsigned)p.max_groups);
-  unsigned block = blockIdx.x / (unsigned)p.max_groups;
   int which = 0;
   for (int i = 1; i < p.n_parts; i++)
-    if (block >= p.parts[i].first_block) which = i;
+    if (blockIdx.x >= p.parts[i].first_block) which = i;
   const few_part &part = p.parts[which];
+  int32_t block = (int32_t)(blockIdx.x - part.first_block), group = block % part.groups;
   m3_row_group g = {0, group * ROWS, min(ROWS, p.n - group * ROWS)};
-  bool waited = p.groups || p.experts;
-  if (waited) m3_wait_for_previous();
+  if ((p.groups || p.experts) && !part.shared) m3_wait_for_previous(); /* they say which weights */
   if (p.groups) {
     if (group >= *p.n_groups) return;
     g = p.groups[group];
-  } else if (p.experts && !p.sum_weights) {
+  } else if (p.experts && !p.sum_weights && !part.shared) {
     g = {p.experts[group], group, 1};
   }
-  int32_t first = (int32_t)(block - part.first_block) * part.rows;
+  int32_t first = block / part.groups * part.rows;
   switch (part.type) {
 #define TYPE(name) \
-  case M3_TYPE_##name: multiply_block<M3_TYPE_##name, ROWS>(p, part, g, waited, first, shared); break;
+  case M3_TYPE_##name: multiply_block<M3_TYPE_##name, ROWS>(p, part, g, first, shared); break;
     TYPE(F32)
     TYPE(F16)
     TYPE(BF16)
@@ -484,6 +344,16 @@ __global__ static void __launch_bounds__(THREADS, ROWS <= 2 ? BLOCKS_AT_ONCE : 1
 
 /* ------------------------------------------------------------------------------------------------ launch */
 
+static bool is_float(int32_t type) { return type == M3_TYPE_F32 || type == M3_TYPE_F16 || type == M3_TYPE_BF16; }
+
+static int outs_of(int32_t type, int32_t rows) {
+  return outs_of_piece(is_float(type) ? 1024 : (int)m3_row_bytes(type, 1024), rows);
+}
+
+static int columns_of(int32_t type) {
+  return type == M3_TYPE_F32 ? 256 : type == M3_TYPE_F16 || type == M3_TYPE_BF16 ? 512 : 1024;
+}
+
 static void (*kernel_for(int32_t rows))(few_params) {
   switch (rows) {
     case 1: return multiply_few<1>;
@@ -507,8 +377,6 @@ cudaError_t m3_cuda_few_rows_setup() {
   return error;
 }
 
-static bool is_float(int32_t type) { return type == M3_TYPE_F32 || type == M3_TYPE_F16 || type == M3_TYPE_BF16; }
-
 /* Rows of whole runs of 16 bytes. */
 static bool has_even_rows(const m3_tensor *t) {
   return !is_float(t->type) || m3_row_bytes(t->type, t->ne[0]) % 16 == 0;
@@ -518,34 +386,38 @@ static uint32_t bytes_of_row(const m3_tensor *t) {
   return is_float(t->type) ? (uint32_t)t->ne[0] * 4 : (uint32_t)m3_rounded_bytes((int32_t)t->ne[0]);
 }
 
-static uint32_t room_for_x(const m3_device_state *s) {
-  return s->shared_bytes - WARPS * RING_BYTES - 4 * MOST_PARTIALS;
+/* None on a GPU with less than some 150 KiB of shared memory. */
+static uint32_t room_for_x(const m3_device_state *s, int32_t rows) {
+  uint32_t taken = (uint32_t)(WARPS * ring_bytes(rows) + 4 * MOST_PARTIALS);
+  return s->shared_bytes > taken ? s->shared_bytes - taken : 0;
 }
 
 bool m3_cuda_takes_few_rows(const m3_context *c, const m3_weight *weight, int32_t n, int32_t held) {
   const m3_tensor *t = weight->tensor;
   return !c->state->exact && n <= M3_FEW_ROWS && has_even_rows(t) && t->ne[0] % 4 == 0 &&
-         (uint64_t)bytes_of_row(t) * (uint64_t)held <= room_for_x(c->state);
+         (uint64_t)bytes_of_row(t) * (uint64_t)held <= room_for_x(c->state, 1);
 }
 
-/* Gives each block of a group its rows, by the bytes of the weights and so that the blocks are at work together, in as
- * few waves as the room for sums of pieces allows; returns the blocks of a group. */
-static unsigned spread(const m3_device_state *s, few_params *f, int32_t rows, int32_t groups, int64_t *partials) {
+/* Gives each block its rows, by the bytes of the weights and so that the blocks are at work together, in as few waves
+ * as the room for sums of pieces allows; returns the blocks. at_work: groups that are taken to have rows, or 0 for all.
+ */
+static unsigned spread(const m3_device_state *s, few_params *f, int32_t rows, int32_t at_work, int64_t *partials) {
   double bytes = 0;
-  for (int i = 0; i < f->n_parts; i++) bytes += (double)f->parts[i].n_out * (double)f->parts[i].row_bytes;
+  for (int i = 0; i < f->n_parts; i++)
+    bytes += (double)f->parts[i].n_out * (double)f->parts[i].row_bytes * (at_work ? at_work : f->parts[i].groups);
   unsigned blocks;
   for (int waves = 1;; waves++) {
-    double at_once = (double)(s->multiprocessors * BLOCKS_AT_ONCE * waves) / groups / bytes;
+    double at_once = (double)(s->multiprocessors * waves) / bytes;
     bool fits = true;
     blocks = 0;
     *partials = 0;
     for (int i = 0; i < f->n_parts; i++) {
       few_part *part = &f->parts[i];
-      int32_t lot = part->up ? outs_of(part->type) / 2 : outs_of(part->type);
+      int32_t lot = part->up ? outs_of(part->type, rows) / 2 : outs_of(part->type, rows);
       double share = fmax(at_once * (double)part->n_out * (double)part->row_bytes, 1);
       part->rows = (int32_t)ceil((double)part->n_out / share / lot) * lot;
       part->first_block = blocks;
-      blocks += m3_blocks_for(part->n_out, part->rows);
+      blocks += m3_blocks_for(part->n_out, part->rows) * (unsigned)part->groups;
       int64_t sums = (int64_t)part->rows * (part->up ? 2 : 1) * (f->sum_weights ? f->used : 1) * rows *
                      ((f->n_in + columns_of(part->type) - 1) / columns_of(part->type));
       fits &= sums <= MOST_PARTIALS || part->rows == lot;
@@ -575,6 +447,8 @@ bool m3_cuda_few_rows(const m3_context *c, const m3_few_product *p) {
                           part->ldy,
                           t->type,
                           (int32_t)t->ne[1],
+                          1,
+                          part->shared,
                           0,
                           0};
   }
@@ -598,21 +472,20 @@ bool m3_cuda_few_rows(const m3_context *c, const m3_few_product *p) {
   else
     while (rows < p->n) rows *= 2;
   int32_t held = p->sum_weights ? p->used : rows;
-  while (row_bytes * (uint32_t)held > room_for_x(s)) {
+  while (row_bytes * (uint32_t)held > room_for_x(s, rows)) {
     if (rows == 1 || p->grouping) return false;
     held = rows /= 2;
   }
-  f.max_groups = p->grouping      ? p->max_groups
-                 : p->sum_weights ? 1
-                 : p->experts     ? p->used
-                                  : (int32_t)m3_blocks_for(p->n, rows);
-  /* Blocks of groups of experts are laid out as for one token's. */
-  int32_t at_once = p->grouping ? c->hparams->n_expert_used : f.max_groups;
+  for (int i = 0; i < f.n_parts; i++)
+    f.parts[i].groups = p->grouping                           ? p->max_groups
+                        : p->sum_weights || f.parts[i].shared ? 1
+                        : p->experts                          ? p->used
+                                                              : (int32_t)m3_blocks_for(p->n, rows);
   int64_t partials;
-  unsigned blocks = spread(s, &f, rows, at_once, &partials);
-  f.x_offset = WARPS * RING_BYTES;
+  unsigned blocks = spread(s, &f, rows, p->grouping ? c->hparams->n_expert_used : 0, &partials);
+  f.x_offset = (uint32_t)(WARPS * ring_bytes(rows));
   f.partial_offset = f.x_offset + (row_bytes * (uint32_t)held + 15) / 16 * 16;
   size_t shared = f.partial_offset + (size_t)partials * sizeof(float);
-  m3_launch(s, "a product with few rows", kernel_for(rows), dim3(blocks * (unsigned)f.max_groups), THREADS, shared, f);
+  m3_launch(s, "a product with few rows", kernel_for(rows), dim3(blocks), THREADS, shared, f);
   return true;
 }

@@ -13,6 +13,7 @@ struct m3_few_part {
   float *y;
   int64_t ldy;
   const m3_weight *up = NULL;
+  bool shared = false; /* not of an expert, in a product with `experts`: of row 0 for row 0 of y */
 };
 
 /* Which rows are multiplied with which matrix: rows 0 to n - 1 with the one there is; or with `experts`, which is of

@@ -145,19 +145,25 @@ __global__ static void __launch_bounds__(THREADS, 2) multiply_many(const __grid_
 #pragma unroll
       for (int k = 0; k < 4; k++) sum[i][j][k] = 0;
 
+  int64_t superblock = part.row_bytes * 256 / p.n_in; /* bytes of 256 columns */
+  auto row_of_weight = [&](int i) {
+    return weight + (int64_t)min(first_out + ((int)tid + i * THREADS) / 4, part.n_out - 1) * part.row_bytes;
+  };
   fetch(0, 0);
   for (int32_t column = 0, stage = 0; column < p.n_in; column += STEP, stage ^= 1) {
     m3_unit u[UNITS];
     float scale[4], half[8];
 #pragma unroll
     for (int i = 0; i < UNITS; i++) {
-      int index = (int)tid + i * THREADS, row = index / 4;
+      int index = (int)tid + i * THREADS;
       uint32_t unit = (uint32_t)column / 32 + (uint32_t)index % 4;
 #pragma unroll
       for (int j = 0; j < 8; j++) u[i].q[j] = 0;
       u[i].scale[0] = u[i].scale[1] = u[i].min[0] = u[i].min[1] = 0;
-      if (unit < units)
-        load_any(type, weight + (int64_t)min(first_out + row, part.n_out - 1) * part.row_bytes, unit, &u[i]);
+      if (unit < units) load_any(type, row_of_weight(i), unit, &u[i]);
+      /* What comes after the next step leaves memory in the meantime. */
+      int64_t ahead = superblock * (column + 2 * STEP) / 256 + superblock / 8 * (index % 4);
+      if (ahead < part.row_bytes) asm volatile("prefetch.global.L2 [%0];" ::"l"(row_of_weight(i) + ahead));
     }
     if (tid < BN) {
       float4 v = *(const float4 *)(own_scale + column / 32);

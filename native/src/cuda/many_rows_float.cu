@@ -8,7 +8,7 @@
 #include "cuda/many_rows.cuh"
 #include "cuda/tables.cuh"
 
-enum { THREADS = 256, BM = 64, BN = 64, STEP = 64, RUN = 16, X_PARTS = 3 };
+enum { THREADS = 256, BN = 64, STEP = 64, RUN = 16, X_PARTS = 3 };
 
 template <int TYPE>
 constexpr int parts_of = TYPE == M3_TYPE_BF16  ? 1
@@ -16,7 +16,7 @@ constexpr int parts_of = TYPE == M3_TYPE_BF16  ? 1
                                                : 3;
 
 /* Bytes of a row in pieces of 16 that change places by row. */
-template <int PARTS>
+template <int PARTS, int BM>
 struct tile {
   uint4 weights[PARTS][BM][STEP / 8], x[X_PARTS][BN][STEP / 8];
 };
@@ -61,10 +61,11 @@ __device__ static __forceinline__ void multiply_parts(float (&d)[4], const uint3
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-template <int TYPE>
+/* BM: rows of the weight, 32 or 64. */
+template <int TYPE, int BM>
 __global__ static void __launch_bounds__(THREADS, 2) multiply_floats(const __grid_constant__ m3_many_params p) {
-  constexpr int PARTS = parts_of<TYPE>;
-  __shared__ tile<PARTS> t;
+  constexpr int PARTS = parts_of<TYPE>, M = BM / 32; /* tiles of 16 rows of a warp */
+  __shared__ tile<PARTS, BM> t;
   m3_wait_for_previous();
   m3_let_next_begin();
   int32_t group = (int32_t)(blockIdx.x % (unsigned)p.max_groups);
@@ -80,30 +81,31 @@ __global__ static void __launch_bounds__(THREADS, 2) multiply_floats(const __gri
   }
   int32_t first_out = (int32_t)(block - part.first_block) * BM;
   int tid = (int)threadIdx.x, lane = tid % M3_WARP, warp = tid / M3_WARP;
-  int warp_m = warp % 2 * 32, warp_n = warp / 2 * 16;
+  int warp_m = warp % 2 * 16 * M, warp_n = warp / 2 * 16;
   /* Thread tid brings 16 columns of row tid / 4 of the weight and of x. */
   int own = tid / 4, piece = tid % 4 * 2;
-  const char *weight =
-      part.weight + g.expert * part.expert_bytes + (int64_t)min(first_out + own, part.n_out - 1) * part.row_bytes;
+  const char *weight = part.weight + g.expert * part.expert_bytes +
+                       (int64_t)min(first_out + min(own, BM - 1), part.n_out - 1) * part.row_bytes;
   int32_t row = g.first + min(own, g.count - 1);
   const char *x = p.x + (int64_t)(p.gather ? p.gather[row] : row) * p.n_in * (int64_t)sizeof(float);
-  float sum[2][2][4] = {};
+  float sum[M][2][4] = {}, w_run[RUN], x_run[RUN];
+  load_run<TYPE>(weight, 8 * piece, p.n_in, w_run);
+  load_run<M3_TYPE_F32>(x, 8 * piece, p.n_in, x_run);
   for (int32_t column = 0; column < p.n_in; column += STEP) {
-    float w_run[RUN], x_run[RUN];
-    load_run<TYPE>(weight, column + 8 * piece, p.n_in, w_run);
-    load_run<M3_TYPE_F32>(x, column + 8 * piece, p.n_in, x_run);
     __syncthreads(); /* the step before is done */
-    store_run(t.weights, own, piece, w_run);
+    if (own < BM) store_run(t.weights, own, piece, w_run);
     store_run(t.x, own, piece, x_run);
     __syncthreads();
-    float step[2][2][4] = {};
+    load_run<TYPE>(weight, column + STEP + 8 * piece, p.n_in, w_run);
+    load_run<M3_TYPE_F32>(x, column + STEP + 8 * piece, p.n_in, x_run);
+    float step[M][2][4] = {};
 #pragma unroll
     for (int k = 0; k < STEP / 16; k++) {
-      uint32_t a[PARTS][2][4], b[X_PARTS][4];
+      uint32_t a[PARTS][M][4], b[X_PARTS][4];
 #pragma unroll
       for (int i = 0; i < PARTS; i++)
 #pragma unroll
-        for (int m = 0; m < 2; m++) {
+        for (int m = 0; m < M; m++) {
           int r = warp_m + 16 * m + lane % 16;
           load_matrices(&t.weights[i][r][(2 * k + lane / 16) ^ (r & 7)], a[i][m]);
         }
@@ -119,20 +121,20 @@ __global__ static void __launch_bounds__(THREADS, 2) multiply_floats(const __gri
         for (int i = 0; i < PARTS; i++) {
           if (order < i) continue;
 #pragma unroll
-          for (int m = 0; m < 2; m++)
+          for (int m = 0; m < M; m++)
 #pragma unroll
             for (int n = 0; n < 2; n++) multiply_parts(step[m][n], a[i][m], b[order - i] + 2 * n);
         }
     }
 #pragma unroll
-    for (int m = 0; m < 2; m++)
+    for (int m = 0; m < M; m++)
 #pragma unroll
       for (int n = 0; n < 2; n++)
 #pragma unroll
         for (int j = 0; j < 4; j++) sum[m][n][j] += step[m][n][j];
   }
 #pragma unroll
-  for (int m = 0; m < 2; m++)
+  for (int m = 0; m < M; m++)
 #pragma unroll
     for (int n = 0; n < 2; n++)
 #pragma unroll
@@ -144,17 +146,30 @@ __global__ static void __launch_bounds__(THREADS, 2) multiply_floats(const __gri
       }
 }
 
+template <int TYPE>
+static void launch(const m3_context *c, const m3_product *p, const int *members, int n) {
+  m3_many_params m;
+  /* The smaller tile where the larger one would leave multiprocessors idle. */
+  unsigned blocks = m3_cuda_many_params(p, members, n, 64, BN, &m);
+  void (*kernel)(m3_many_params) = multiply_floats<TYPE, 64>;
+  if (blocks < 2 * (unsigned)c->state->multiprocessors) {
+    blocks = m3_cuda_many_params(p, members, n, 32, BN, &m);
+    kernel = multiply_floats<TYPE, 32>;
+  }
+  m3_launch(c->state, "a product with many rows", kernel, dim3(blocks), THREADS, 0, m);
+}
+
 void m3_cuda_many_floats(const m3_context *c, const m3_product *p) {
   for (int32_t type : {(int32_t)M3_TYPE_F32, (int32_t)M3_TYPE_F16, (int32_t)M3_TYPE_BF16}) {
     int members[M3_PRODUCT_PARTS], n = 0;
     for (int i = 0; i < p->n_parts; i++)
       if (p->parts[i].weight->tensor->type == type) members[n++] = i;
     if (!n) continue;
-    m3_many_params m;
-    unsigned blocks = m3_cuda_many_params(p, members, n, BM, BN, &m);
-    void (*kernel)(m3_many_params) = type == M3_TYPE_F32   ? multiply_floats<M3_TYPE_F32>
-                                     : type == M3_TYPE_F16 ? multiply_floats<M3_TYPE_F16>
-                                                           : multiply_floats<M3_TYPE_BF16>;
-    m3_launch(c->state, "a product with many rows", kernel, dim3(blocks), THREADS, 0, m);
+    if (type == M3_TYPE_F32)
+      launch<M3_TYPE_F32>(c, p, members, n);
+    else if (type == M3_TYPE_F16)
+      launch<M3_TYPE_F16>(c, p, members, n);
+    else
+      launch<M3_TYPE_BF16>(c, p, members, n);
   }
 }

@@ -82,14 +82,11 @@ __device__ static __forceinline__ uint32_t signed_codes(uint32_t codes, uint32_t
 __device__ static __forceinline__ void k_scales(const uint8_t *block, uint32_t j, m3_unit *u) {
   uint4 h = *(const uint4 *)block;
   float d = __half2float(__ushort_as_half((uint16_t)h.x)), dmin = __half2float(__ushort_as_half((uint16_t)(h.x >> 16)));
-  uint32_t shift = 16 * (j & 1);
-  uint32_t a = h.y >> shift, b = h.z >> shift, c = h.w >> shift, scale, min;
-  if (j < 2) {
-    scale = a & 0x3f3f, min = b & 0x3f3f;
-  } else {
-    scale = (c & 0x0f0f) | (a >> 2 & 0x3030);
-    min = (c >> 4 & 0x0f0f) | (b >> 2 & 0x3030);
-  }
+  /* Without a branch, as lanes differ in j. */
+  bool late = j >= 2;
+  uint32_t shift = 16 * (j & 1), low = late ? 0x0f0f : 0x3f3f, high = late ? 0x3030 : 0;
+  uint32_t scale = ((late ? h.w : h.y) >> shift & low) | (h.y >> (shift + 2) & high);
+  uint32_t min = ((late ? h.w >> 4 : h.z) >> shift & low) | (h.z >> (shift + 2) & high);
   u->scale[0] = d * (float)(scale & 255), u->scale[1] = d * (float)(scale >> 8 & 255);
   u->min[0] = dmin * (float)(min & 255), u->min[1] = dmin * (float)(min >> 8 & 255);
 }
@@ -176,8 +173,11 @@ __device__ static __forceinline__ void m3_load_unit(const uint8_t *row, uint32_t
     u->scale[0] = u->scale[1] = __half2float(__ushort_as_half((uint16_t)h.x)) * (float)scale;
   } else if constexpr (TYPE == M3_TYPE_IQ2_XXS) {
     const uint8_t *b = row + unit / 8 * sizeof(m3_block_iq2_xxs);
-    const uint16_t *q = (const uint16_t *)(b + 2) + 4 * k;
-    uint32_t entries = q[0] | (uint32_t)q[1] << 16, signs = q[2] | (uint32_t)q[3] << 16;
+    /* Two words at an even address. */
+    unsigned over = (unsigned)(uintptr_t)(b + 2 + 8 * k) & 3;
+    const uint32_t *words = (const uint32_t *)(b + 2 + 8 * k - over);
+    uint32_t last = over ? *(const uint16_t *)(words + 2) : 0;
+    uint32_t entries = __funnelshift_r(words[0], words[1], 8 * over), signs = __funnelshift_r(words[1], last, 8 * over);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       uint32_t s = signs >> 7 * i & 127;

@@ -1,5 +1,5 @@
 // Times of matrix products of every type at M3's widths, and of a layer's products as decoding calls them:
-// products [few] [many] [layer]. Prints CSV lines: what, type, rows, us, then GB/s of weights read or TFLOP/s.
+// products [few] [many] [layer] [serial]. Prints CSV lines: what, type, rows, us, then GB/s of weights read or TFLOP/s.
 #include <string.h>
 
 #include "cuda/few_rows.cuh"
@@ -171,7 +171,7 @@ static void time_many(bench *b) {
   static const int32_t rows[] = {9, 64, 512, 2048};
   for (const format &f : formats)
     for (int32_t n : rows) {
-      time_copies(b, m3_type_block_size(f.type) > 1 ? "many" : "plain", f.type, n, 6144, 6144, [&](matrix *m) {
+      time_copies(b, "many", f.type, n, 6144, 6144, [&](matrix *m) {
         m3_product p = m3_one_product(&m->weight, b->scratch.normed, n, b->scratch.expert_out, false);
         m3_cuda_product(&b->c, &p);
       });
@@ -237,7 +237,7 @@ static void time_layer(bench *b, int32_t type) {
       q.n_parts = 5, q.x = b->scratch.normed, q.n = n;
       m3_cuda_product(&b->c, &q);
     };
-    auto ffn_of = [&](const m3_layer *l) { return m3_ffn_params{l, n, b->hidden}; };
+    auto ffn_of = [&](const m3_layer *l) { return m3_ffn_params{l, n, b->hidden, false}; };
     auto output = [&](const m3_layer *l) {
       m3_output_params p = {&l->w[M3_ATTN_OUTPUT], b->scratch.attended, n, b->hidden};
       m3_cuda_output(&b->c, &p);
@@ -260,7 +260,8 @@ static void time_layer(bench *b, int32_t type) {
     report("shared", time_us(b, calls, [&](int i) { shared(&layers[i % LAYERS]->l); }), 3 * 3072 * part, 2 * 3 * 3072 * e);
     float all = time_us(b, calls, [&](int i) {
       const m3_layer *l = &layers[i % LAYERS]->l;
-      prepare(l), output(l), router(l), experts(l), shared(l);
+      m3_ffn_params p = {l, n, b->hidden, true};
+      prepare(l), output(l), router(l), m3_cuda_experts(&b->c, &p);
     });
     report("all", all, layers[0]->bytes, 2 * e * (9856 + 8192 + b->h.n_expert + 5 * 3 * 3072));
   }
@@ -273,6 +274,8 @@ int main(int argc, char **argv) {
     return argc == 1;
   };
   bench *b = new_bench(32);
+  for (int i = 1; i < argc; i++)
+    if (!strcmp(argv[i], "serial")) b->state->overlap = false;  // each kernel begins when the one before has ended
   printf("what,type,rows,us,GB/s,TFLOP/s\n");
   if (asked("few")) time_few(b);
   if (asked("many")) time_many(b);
