@@ -13,11 +13,11 @@ struct format {
   int block, scales[2];
 };
 static const format formats[] = {
-    {M3_TYPE_Q8_0, 34, {0, -1}},   {M3_TYPE_Q6_K, 210, {208, -1}},  {M3_TYPE_Q5_K, 176, {0, 2}},
-    {M3_TYPE_Q4_K, 144, {0, 2}},   {M3_TYPE_Q3_K, 110, {108, -1}},  {M3_TYPE_Q2_K, 84, {80, 82}},
+    {M3_TYPE_Q8_0, 34, {0, -1}},    {M3_TYPE_Q6_K, 210, {208, -1}}, {M3_TYPE_Q5_K, 176, {0, 2}},
+    {M3_TYPE_Q4_K, 144, {0, 2}},    {M3_TYPE_Q3_K, 110, {108, -1}}, {M3_TYPE_Q2_K, 84, {80, 82}},
     {M3_TYPE_IQ4_XS, 136, {0, -1}}, {M3_TYPE_IQ2_XXS, 66, {0, -1}}, {M3_TYPE_MXFP4, 17, {-1, -1}},
-    {M3_TYPE_Q4_0, 18, {0, -1}},   {M3_TYPE_Q5_1, 24, {0, 2}},      {M3_TYPE_IQ3_S, 110, {0, -1}},
-    {M3_TYPE_BF16, 0, {-1, -1}},   {M3_TYPE_F16, 0, {-1, -1}},      {M3_TYPE_F32, 0, {-1, -1}},
+    {M3_TYPE_Q4_0, 18, {0, -1}},    {M3_TYPE_Q5_1, 24, {0, 2}},     {M3_TYPE_IQ3_S, 110, {0, -1}},
+    {M3_TYPE_BF16, 0, {-1, -1}},    {M3_TYPE_F16, 0, {-1, -1}},     {M3_TYPE_F32, 0, {-1, -1}},
 };
 
 __global__ static void fill_blocks(uint8_t *p, int64_t n, format f, uint64_t seed) {
@@ -86,7 +86,8 @@ static float *floats(int64_t n, uint64_t seed) {
 static bench *new_bench(int32_t n_expert) {
   bench *b = new bench();
   m3_hparams &h = b->h;
-  h.n_layer = 1, h.n_embd = 6144, h.n_head = 64, h.n_head_kv = 4, h.head_dim = 128, h.n_ff = 12288, h.n_ff_expert = 3072;
+  h.n_layer = 1, h.n_embd = 6144, h.n_head = 64, h.n_head_kv = 4, h.head_dim = 128, h.n_ff = 12288,
+  h.n_ff_expert = 3072;
   h.n_ff_shared = 3072, h.n_expert = n_expert, h.n_expert_used = 4, h.n_vocab = 200064, h.n_index_head = 4;
   h.index_dim = 128, h.top_k = 16, h.block_size = 128, h.local_blocks = 1, h.rms_eps = 1e-6f, h.expert_scale = 2;
   h.swiglu_alpha = 1.702f, h.swiglu_limit = 7;
@@ -186,7 +187,7 @@ static void time_many(bench *b) {
 // The products of one sparse layer, its router and its experts.
 struct layer {
   m3_layer l = {};
-  double bytes; // that a token reads
+  double bytes;  // that a token reads
 };
 
 static layer *new_layer(const m3_hparams &h, int32_t type, uint64_t seed) {
@@ -242,22 +243,36 @@ static void time_layer(bench *b, int32_t type) {
       m3_output_params p = {&l->w[M3_ATTN_OUTPUT], b->scratch.attended, n, b->hidden};
       m3_cuda_output(&b->c, &p);
     };
-    auto router = [&](const m3_layer *l) { m3_ffn_params p = ffn_of(l); m3_cuda_router(&b->c, &p); };
-    auto experts = [&](const m3_layer *l) { m3_ffn_params p = ffn_of(l); m3_cuda_experts(&b->c, &p); };
-    auto shared = [&](const m3_layer *l) { m3_ffn_params p = ffn_of(l); m3_cuda_shared(&b->c, &p); };
-    router(&layers[0]->l); // chooses experts
+    auto router = [&](const m3_layer *l) {
+      m3_ffn_params p = ffn_of(l);
+      m3_cuda_router(&b->c, &p);
+    };
+    auto experts = [&](const m3_layer *l) {
+      m3_ffn_params p = ffn_of(l);
+      m3_cuda_experts(&b->c, &p);
+    };
+    auto shared = [&](const m3_layer *l) {
+      m3_ffn_params p = ffn_of(l);
+      m3_cuda_shared(&b->c, &p);
+    };
+    router(&layers[0]->l);  // chooses experts
     CUDA(cudaStreamSynchronize(b->state->stream));
     int calls = n > 8 ? LAYERS : 4 * LAYERS;
     auto report = [&](const char *what, float us, double bytes, double flop) {
-      printf("layer %s,%s,%d,%.2f,%.0f,%.1f\n", what, m3_type_name(type), n, us, bytes / us * 1e-3, flop * n / us * 1e-6);
+      printf("layer %s,%s,%d,%.2f,%.0f,%.1f\n", what, m3_type_name(type), n, us, bytes / us * 1e-3,
+             flop * n / us * 1e-6);
     };
     double e = 6144.0, part = 0.5625 * e;
     if (type != M3_TYPE_Q4_K) part = (double)m3_row_bytes(type, 6144);
-    report("prepare", time_us(b, calls, [&](int i) { prepare(&layers[i % LAYERS]->l); }), 9216 * part + 640 * 2 * e, 2 * 9856 * e);
+    report("prepare", time_us(b, calls, [&](int i) { prepare(&layers[i % LAYERS]->l); }), 9216 * part + 640 * 2 * e,
+           2 * 9856 * e);
     report("output", time_us(b, calls, [&](int i) { output(&layers[i % LAYERS]->l); }), 8192 * part, 2 * 8192 * e);
-    report("router", time_us(b, calls, [&](int i) { router(&layers[i % LAYERS]->l); }), 4 * e * b->h.n_expert, 2 * e * b->h.n_expert);
-    report("experts", time_us(b, calls, [&](int i) { experts(&layers[i % LAYERS]->l); }), 4 * 3 * 3072 * part, 8 * 3 * 3072 * e);
-    report("shared", time_us(b, calls, [&](int i) { shared(&layers[i % LAYERS]->l); }), 3 * 3072 * part, 2 * 3 * 3072 * e);
+    report("router", time_us(b, calls, [&](int i) { router(&layers[i % LAYERS]->l); }), 4 * e * b->h.n_expert,
+           2 * e * b->h.n_expert);
+    report("experts", time_us(b, calls, [&](int i) { experts(&layers[i % LAYERS]->l); }), 4 * 3 * 3072 * part,
+           8 * 3 * 3072 * e);
+    report("shared", time_us(b, calls, [&](int i) { shared(&layers[i % LAYERS]->l); }), 3 * 3072 * part,
+           2 * 3 * 3072 * e);
     float all = time_us(b, calls, [&](int i) {
       const m3_layer *l = &layers[i % LAYERS]->l;
       m3_ffn_params p = {l, n, b->hidden, true};
