@@ -218,7 +218,7 @@ SCALE_FOLDER ?= build
 scale: install
 	PYTHONPATH=tests $(PY) tests/scale.py --folder $(SCALE_FOLDER)
 
-# Peak memory of m3-check-selection on the release's widths under a limit of 20 GiB. 28 GB of disk, an hour on two cores.
+# Peak memory of m3-check-selection on the release's widths under a limit of 20 GiB. 28 GB of disk, half an hour on two cores.
 scale-check: install
 	PYTHONPATH=tests $(PY) tests/scale_check.py --folder $(SCALE_FOLDER)
 
