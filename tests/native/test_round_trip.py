@@ -37,7 +37,8 @@ def is_rounded(type_, importance):
 
 def any_bits(random, n, largest):
     values = random.integers(0, 2**32, n, dtype=np.uint32).view(np.float32)
-    return np.where(np.abs(values) <= largest, values, np.float32(largest))
+    with np.errstate(invalid="ignore"):  # of signaling NaN, in NumPy 1
+        return np.where(np.abs(values) <= np.float32(largest), values, np.float32(largest))
 
 
 def signs(random, n):
