@@ -176,8 +176,10 @@ test-programs: $(C_TEST_PROGRAMS)
 check-native: $(C_TEST_PROGRAMS)
 	@for t in $^; do echo "== $$t"; $$t || exit 1; done
 
+# The tests that compare times first, by themselves, then all others, on all cores.
 test: install check-native
-	$(VENV)/bin/pytest
+	$(VENV)/bin/pytest -m alone
+	$(VENV)/bin/pytest -m "not alone" --numprocesses auto --dist loadscope
 
 # The case tables and sessions on the GPU, compared with the CPU; the golden vectors through the engine; the first two again,
 # in part, with the checkers of the CUDA toolkit. On a machine with a GPU, after make cuda.

@@ -54,6 +54,7 @@ def best_times(path: str, rows: int) -> tuple[float, float]:
     return best_one, best_all
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(default_threads() == 1, reason="one core")
 @pytest.mark.parametrize("rows", [1, 64])
 def test_all_cores_are_not_slower_than_one(tmp_path: Path, rows: int) -> None:
