@@ -87,6 +87,6 @@ def replies(*answers: Sequence[int]) -> Callable[[list[int]], int]:
         state["length"] = len(held)
         answer = answers[min(state["answer"], len(answers) - 1)]
         state["at"] += 1
-        return int(answer[min(state["at"], len(answer)) - 1])
+        return int(answer[min(state["at"], len(answer)) - 1]) if answer else 0
 
     return script

@@ -280,9 +280,7 @@ class Conversation:
 
     # ---------------------------------------------------------------------------------------------- the work
 
-    def _ask(
-        self, turn: Turn, progress: Callable[[int], Progress] | None
-    ) -> abc.Generator[Piece, None, None]:
+    def _ask(self, turn: Turn, progress: Callable[[int], Progress] | None) -> abc.Generator[Piece, None, None]:
         answer = self.answer = Answer()
         try:
             prompt = self._format.prompt([*self.messages, {"role": "user", "content": turn.message}])

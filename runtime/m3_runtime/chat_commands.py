@@ -29,7 +29,7 @@ HELP = """\
 /save FILE         writes the conversation and what the model has read of it to a file
 /load FILE         goes on with a saved conversation
 /system TEXT       sets the system message, off removes it; alone: shows it
-/thinking WORD     show or fold what the model thinks; on, off or auto: whether it does; last: the last answer's thinking
+/thinking WORD     show or fold what the model thinks; last: shows it once; on, off, auto: whether it thinks
 /context           what fills the context
 /stats             speed, memory, attention mode
 /quit              leaves; so do Ctrl-D, and Ctrl-C twice
@@ -129,13 +129,17 @@ class ChatCommands:
         rate = f" at {timings.prefill_rate:.1f} tok/s" if timings.prefill_rate is not None else ""
         lines = [f"({path.name}: {n} tokens read{rate}; {self._used()}. What follows asks about it)"]
         if names := self.tokenizer.named_tokens(text):
-            lines.insert(0, f"note: {path.name} has {', '.join(names)}, which the model reads as part of the chat format")
+            lines.insert(
+                0, f"note: {path.name} has {', '.join(names)}, which the model reads as part of the chat format"
+            )
         return "\n".join(lines)
 
     def _save(self, argument: str) -> str:
         path = _path("/save", argument)
         n_bytes = self.sessions.save(path, self.conversation)
-        return f"(saved to {path}: {len(self.conversation.turns)} turns, {self.conversation.used} tokens, {n_bytes} bytes)"
+        return (
+            f"(saved to {path}: {len(self.conversation.turns)} turns, {self.conversation.used} tokens, {n_bytes} bytes)"
+        )
 
     def _load(self, argument: str) -> str:
         path = _path("/load", argument)

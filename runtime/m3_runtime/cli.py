@@ -8,9 +8,9 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from m3_runtime.choices import OnFull
 from m3_runtime.command import guarded, new_app, run
 from m3_runtime.errors import InputError
-from m3_runtime.held_tokens import OnFull
 from m3_runtime.options import Attention, Device, Exact, IndexScan, IndexType, Isa, KvType, NoMmap, Threads, Version
 from m3_runtime.text import invalid_utf8
 
@@ -105,8 +105,8 @@ def run_command(
             "--keep",
             metavar="N",
             min=0,
-            help="With --on-full shift: never drop the first N tokens, rounded up to whole blocks. The system message is "
-            "kept in any case.",
+            help="With --on-full shift: never drop the first N tokens, rounded up to whole blocks. The system message "
+            "is kept in any case.",
         ),
     ] = None,
     plain: Annotated[

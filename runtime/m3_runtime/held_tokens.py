@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -30,16 +29,9 @@ class TokenSession(Protocol):
     def drop(self, first_block: int, n_blocks: int, seq: int = 0) -> None: ...
 
 
-class OnFull(StrEnum):
-    """What happens when the context is full."""
-
-    STOP = "stop"  #: the answer ends, a message that does not fit is refused
-    SHIFT = "shift"  #: the oldest whole blocks behind the pinned ones are dropped
-
-
 @dataclass(frozen=True)
 class Shift:
-    """The policy SHIFT."""
+    """The policy of OnFull.SHIFT."""
 
     block_size: int
     pinned: int  #: tokens at the start that are never dropped, rounded up to whole blocks

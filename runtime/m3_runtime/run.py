@@ -12,12 +12,13 @@ from m3_runtime import memory
 from m3_runtime.chat import ChatFormat, Conversation, first_messages
 from m3_runtime.chat_commands import FILE_NAMES, NAMES, ChatCommands
 from m3_runtime.chat_loop import ChatLoop
+from m3_runtime.choices import OnFull
 from m3_runtime.command import one_line
 from m3_runtime.engine import Memory, Model, Session, SessionOptions
 from m3_runtime.errors import ContextError, ExitCode, InputError
 from m3_runtime.generate import Answer, FinishReason, Generator, Prompt
 from m3_runtime.gguf_reader import gguf_files
-from m3_runtime.held_tokens import OnFull, Shift
+from m3_runtime.held_tokens import Shift
 from m3_runtime.line_reader import EditingReader, new_reader
 from m3_runtime.native import default_threads, version
 from m3_runtime.quantities import format_bytes
@@ -243,10 +244,8 @@ class Run:
             _say(reader.warning)
         markdown = is_capable(sys.stdout) and not options.plain
         screen = (MarkdownScreen if markdown else Screen)(sys.stdout, sys.stderr)
-        files = ChatFiles(session, generator.held, self._session_facts(context))
-        commands = ChatCommands(
-            conversation, screen, self._tokenizer, files, sys.stderr, self._status(context, plan)
-        )
+        files = ChatFiles(session, generator.held)
+        commands = ChatCommands(conversation, screen, self._tokenizer, files, sys.stderr, self._status(context, plan))
         return ChatLoop(conversation, screen, reader, commands, sys.stderr).run()
 
     def _answer(self, generator: Generator, prompt: Prompt, context: int, plan: Memory) -> ExitCode:
@@ -277,9 +276,7 @@ class Run:
             _say(f"context full: dropped {dropped} tokens behind the first {generator.held.pinned}")
         return ExitCode.OK
 
-    def _report(
-        self, answer: Answer, prompt: Prompt, context: int, plan: Memory, dropped: int
-    ) -> dict[str, Any]:
+    def _report(self, answer: Answer, prompt: Prompt, context: int, plan: Memory, dropped: int) -> dict[str, Any]:
         h, options, timings = self._model.hparams, self._options, answer.timings
         calls = answer.reply.tool_calls()
         return {
