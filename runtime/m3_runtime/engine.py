@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import cached_property
 from types import TracebackType
 from typing import Any, Literal, Self, TypeAlias, TypedDict, Unpack
 
@@ -22,6 +23,7 @@ from m3_runtime.choices import ATTENTIONS, DEVICES, INDEX_SCANS, ISAS, chosen
 from m3_runtime.errors import CancelledError, InputError, MachineError
 from m3_runtime.gguf_reader import GGUF, Tensor
 from m3_runtime.interrupts import HeldSignals, hold_signals
+from m3_runtime.model_digest import model_digest
 from m3_runtime.native import call, ffi, lib, size_of, text
 from m3_runtime.quantize import TensorType, type_name
 
@@ -211,6 +213,11 @@ class Model:
         self.backend_name = text(lib.m3_model_backend_name(pointer))  #: "cpu" or "cuda"
         self.device_name = text(lib.m3_model_device_name(pointer))  #: of the GPU, or the instruction set
         self.isa_name = text(lib.m3_model_isa_name(pointer))
+
+    @cached_property
+    def digest(self) -> str:
+        """Tells this model from others; see `model_digest`."""
+        return model_digest(self.gguf)
 
     @property
     def weight_bytes(self) -> int:
