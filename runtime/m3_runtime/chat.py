@@ -65,16 +65,9 @@ class ChatFormat:
         prompts = [self.prompt([*messages, {"role": "user", "content": start + probe}]).ids for probe in _PROBES]
         return [id for id, _ in takewhile(lambda pair: pair[0] == pair[1], zip(*prompts, strict=False))]
 
-    def n_tokens(self, text: str) -> int:
-        return len(self._tokenizer.encode(text))
-
     def text(self, ids: Sequence[int]) -> str:
         """What ids stand for, with the names of control tokens."""
         return self._tokenizer.decode(ids, control=True)
-
-    def markup_in(self, text: str) -> list[str]:
-        """Named tokens that the tokenizer sees in a text of the user's, each once."""
-        return self._tokenizer.named_tokens(text)
 
 
 @dataclass(frozen=True)
@@ -264,19 +257,25 @@ class Conversation:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Takes over a conversation that `state` gave. Raises InputError, with nothing changed, if it is none."""
+        turns = self.check_state(state)
+        self._format.thinking = state["thinking"]
+        self._system, self.turns, self.document = state["system"], turns, state["document"]
+        self.answer = Answer()
+        self._pin()
+
+    @staticmethod
+    def check_state(state: Mapping[str, Any]) -> list[Turn]:
+        """The turns of a state. Raises InputError if it is none."""
         try:
             turns = [Turn(**{name: _string(value) for name, value in turn.items()}) for turn in state["turns"]]
-            system, thinking, document = state["system"], state["thinking"], _string(state["document"])
-            if system is not None:
-                _string(system)
-            if thinking is not None and thinking not in THINKING_MODES:
+            _string(state["document"])
+            if state["system"] is not None:
+                _string(state["system"])
+            if state["thinking"] not in (None, *THINKING_MODES):
                 raise ValueError
         except (KeyError, TypeError, ValueError, AttributeError):
             raise InputError("the file holds a session, but no conversation of m3-run") from None
-        self._format.thinking = thinking
-        self._system, self.turns, self.document = system, turns, document
-        self.answer = Answer()
-        self._pin()
+        return turns
 
     # ---------------------------------------------------------------------------------------------- the work
 

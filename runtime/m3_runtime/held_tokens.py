@@ -145,6 +145,16 @@ class HeldTokens:
         self._ids = list(ids)
         self.dropped = []
 
+    def resume_shifted(self, pinned: int, dropped: Sequence[int]) -> None:
+        """After `reset`: says that tokens had been dropped behind the first `pinned` ones.
+
+        If these are not the tokens that are pinned now, what follows them is forgotten, to be evaluated again.
+        """
+        if self.shift is not None and self.pinned == pinned:
+            self.dropped = list(dropped)
+        else:
+            self._rewind(min(self.used, pinned))
+
     def _droppable(self, n_old: int) -> int:
         """Tokens in whole blocks between the pinned ones and position `n_old` of a prompt or a sequence."""
         assert self.shift is not None

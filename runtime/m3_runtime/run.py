@@ -244,7 +244,7 @@ class Run:
             _say(reader.warning)
         markdown = is_capable(sys.stdout) and not options.plain
         screen = (MarkdownScreen if markdown else Screen)(sys.stdout, sys.stderr)
-        files = ChatFiles(session, generator.held)
+        files = ChatFiles(session, generator.held, sys.stderr)
         commands = ChatCommands(conversation, screen, self._tokenizer, files, sys.stderr, self._status(context, plan))
         return ChatLoop(conversation, screen, reader, commands, sys.stderr).run()
 

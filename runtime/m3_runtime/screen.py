@@ -228,3 +228,14 @@ class LoadProgress(_Progress):
 
     def _text(self, done: int, total: int, seconds: float) -> str:
         return f"loading: {done / total:.0%} of {total / 1e9:.2f} GB, {done / seconds / 1e9:.2f} GB/s"
+
+
+class FileProgress(_Progress):
+    """Of a session that is saved or loaded."""
+
+    def __init__(self, err: TextIO, what: str, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(err, clock)
+        self._what = what
+
+    def _text(self, done: int, total: int, seconds: float) -> str:
+        return f"{self._what}: {done / total:.0%}"
