@@ -100,7 +100,8 @@ class MarkdownStream:
         if self._clock() - self._shown < _SECONDS:
             return
         with hold_signals():  # an interruption must not leave the cursor in the middle of a picture
-            self._print(self._last_block())
+            for n in self._block_lengths()[:-1]:
+                self._print(n)
             if self._pending.strip():
                 self._draw()
         self._shown = self._clock()
@@ -108,20 +109,24 @@ class MarkdownStream:
     def finish(self) -> None:
         """Prints what is there; the next text begins anew."""
         with hold_signals():
-            self._print(self._last_block())
-            self._print(len(self._pending))
+            for n in self._block_lengths():
+                self._print(n)
         self._printed = False
         self._shown = float("-inf")
 
-    def _last_block(self) -> int:
-        """Where the last block begins in what is pending."""
-        starts = [t.map[0] for t in self._parser.parse(self._pending) if t.level == 0 and t.map and t.nesting >= 0]
-        return sum(map(len, self._pending.splitlines(keepends=True)[: starts[-1]])) if starts else 0
+    def _block_lengths(self) -> list[int]:
+        """Characters of each block in what is pending, each up to where the next one begins."""
+        tokens = self._parser.parse(self._pending)
+        starts = [token.map[0] for token in tokens if token.level == 0 and token.map and token.nesting >= 0]
+        lines = self._pending.split("\n")
+        ends = [*starts[1:], len(lines)]
+        # The last line has no break behind it.
+        lengths = [sum(len(line) + 1 for line in lines[a:b]) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+        lengths[-1] -= 1
+        return lengths
 
     def _print(self, n: int) -> None:
         """Prints the first `n` characters of what is pending for good."""
-        if not n:
-            return
         text, self._pending = self._pending[:n], self._pending[n:]
         if self._live is not None:
             self._live.stop()

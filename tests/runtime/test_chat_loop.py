@@ -1,7 +1,6 @@
 """The loop of the chat and its commands, on a session that follows a script."""
 
 import io
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +12,6 @@ from m3_runtime.chat_commands import NAMES, ChatCommands, read_text
 from m3_runtime.chat_loop import ChatLoop
 from m3_runtime.errors import ExitCode, InputError, NotFiniteError
 from m3_runtime.held_tokens import Shift
-from m3_runtime.line_reader import PipeReader
 from m3_runtime.reply import Piece
 from m3_runtime.screen import Screen
 from m3_runtime.template import ChatTemplate
@@ -221,22 +219,6 @@ def test_broken_weights_end_the_chat():
     chat.session.before_eval = fail
     with pytest.raises(NotFiniteError):
         loop(chat, "a")
-
-
-def test_lines_of_a_pipe(monkeypatch: pytest.MonkeyPatch):
-    data = "eins\r\nzw\u00f6i\n\nno break".encode()
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
-    reader = PipeReader()
-    assert [reader.read() for _ in range(5)] == ["eins", "zw\u00f6i", "", "no break", None]
-
-
-def test_a_line_of_a_pipe_that_is_no_utf8_is_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ok\nab\xffc\nok\n")))
-    reader = PipeReader()
-    assert reader.read() == "ok"
-    with pytest.raises(InputError, match=r"^input, line 2: invalid UTF-8 at byte offset 2 \(byte 0xff\)"):
-        reader.read()
-    assert reader.read() == "ok"
 
 
 # ---------------------------------------------------------------------------------------------- commands

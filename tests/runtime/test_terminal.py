@@ -89,18 +89,6 @@ def test_the_terminal_is_as_it_was_after_sigterm(terminal: Terminal):
     assert "Traceback" not in terminal.shown
 
 
-def test_a_history_that_cannot_be_kept_is_said(tiny_gguf: Path, tmp_path: Path):
-    (tmp_path / "m3-gguf").write_text("no folder")
-    terminal = Terminal(tiny_gguf, "-n", 3, state=tmp_path)
-    try:
-        terminal.ready()
-        assert f"m3-run: no history is kept: {tmp_path}/m3-gguf: File exists" in terminal.shown
-        terminal.send("/quit\r")
-        assert terminal.leave() == 0
-    finally:
-        terminal.close()
-
-
 def test_a_dumb_terminal_gets_no_escape_sequences(tiny_gguf: Path, tmp_path: Path):
     terminal = Terminal(tiny_gguf, "--seed", 1, "--thinking", "enabled", "-n", 6, term="dumb", state=tmp_path)
     try:
