@@ -29,8 +29,8 @@ def environment(**changes: str) -> dict[str, str]:
 class Terminal:
     """m3-run with a terminal of its own for input, output and errors."""
 
-    def __init__(self, *arguments: object, state: Path, term: str = "xterm") -> None:
-        """state: the folder for the history."""
+    def __init__(self, *arguments: object, state: Path, term: str = "xterm", folder: Path | None = None) -> None:
+        """state: the folder for the history. folder: where the command runs."""
         self._master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
         self.process = subprocess.Popen(
@@ -38,6 +38,7 @@ class Terminal:
             stdin=slave,
             stdout=slave,
             stderr=slave,
+            cwd=folder,
             env=environment(TERM=term, XDG_STATE_HOME=str(state)),
             start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0) and None,

@@ -84,7 +84,7 @@ class ChatLoop:
         conversation = self.conversation
         answering = conversation.retry(new_progress) if text is None else conversation.ask(text, new_progress)
         try:
-            with closing(answering) as pieces:
+            with self.reader.quiet(), closing(answering) as pieces:
                 for piece in pieces:
                     if progress:
                         progress.clear()

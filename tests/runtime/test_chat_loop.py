@@ -3,6 +3,7 @@
 import io
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,9 @@ class Script:
     def __init__(self, interactive: bool, *lines: str | type[BaseException]) -> None:
         self.interactive = interactive
         self._lines = iter(lines)
+
+    def quiet(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def read(self) -> str | None:
         line = next(self._lines, None)
@@ -239,7 +243,7 @@ def test_read_and_ask(tmp_path: Path):
     chat = Chat("", f"7316{END}", f"two{END}")
     code, out, err = loop(chat, f"/read {book}", "/context", "The code?", "/undo", "/undo", "b", interactive=False)
     assert (code, out) == (ExitCode.OK, "7316\ntwo\n")
-    assert "(book.txt: " in err and " tokens read at " in err and "What follows asks about it)" in err
+    assert "(book.txt: " in err and " tokens read at " in err and "the next message asks about it)" in err
     assert "file     read, for the next message to ask about" in err
     assert "; the file it asked about is still there; " in err and "(took back the file; " in err
     assert [message["content"] for message in chat.conversation.messages] == ["b", "two"]
