@@ -51,20 +51,13 @@ class _Blocks(Markdown):
 
 
 class _Lines:
-    """The lines of blocks without the empty ones around them and the spaces that rich fills lines with."""
+    """Lines that are rendered already."""
 
-    def __init__(self, blocks: _Blocks, *, tail: bool) -> None:
-        """tail: only the last lines, as many as can be erased again."""
-        self._blocks = blocks
-        self._tail = tail
+    def __init__(self, lines: list[list[Segment]]) -> None:
+        self._lines = lines
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
-        lines = [_without_padding(line) for line in console.render_lines(self._blocks, options, pad=False)]
-        while lines and not lines[-1]:
-            lines.pop()
-        while lines and not lines[0]:
-            lines.pop(0)
-        for line in lines[-max(1, console.height - 2) :] if self._tail else lines:
+        for line in self._lines:
             yield from line
             yield Segment.line()
 
@@ -134,11 +127,24 @@ class MarkdownStream:
         if text.strip():
             if self._printed:
                 self._console.print()
-            self._console.print(_Lines(_Blocks(text, self._parser), tail=False), end="")
+            self._console.print(_Lines(self._rendered(text)), end="")
             self._printed = True
 
+    def _rendered(self, text: str) -> list[list[Segment]]:
+        """The lines of a block without the empty ones around them and the spaces that rich fills lines with."""
+        rendered = self._console.render_lines(_Blocks(text, self._parser), pad=False)
+        lines = [_without_padding(line) for line in rendered]
+        while lines and not lines[-1]:
+            lines.pop()
+        while lines and not lines[0]:
+            lines.pop(0)
+        return lines
+
     def _draw(self) -> None:
-        tail = _Lines(_Blocks(self._pending, self._parser), tail=True)
+        lines = self._rendered(self._pending)
+        if not lines:
+            return  # a "#" whose heading is still to come
+        tail = _Lines(lines[-max(1, self._console.height - 2) :])  # no more than can be erased again
         if self._live is None:
             if self._printed:
                 self._console.print()
