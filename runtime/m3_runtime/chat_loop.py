@@ -41,7 +41,8 @@ class ChatLoop:
                 retry = False
                 if text.startswith("/"):
                     try:
-                        following = self.commands.run(text)
+                        with self.reader.quiet():
+                            following = self.commands.run(text)
                     finally:
                         self._say_dropped()
                     if following is Next.LEAVE:

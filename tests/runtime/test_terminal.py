@@ -41,6 +41,15 @@ def test_a_chat_on_a_terminal(terminal: Terminal):
     at = terminal.wait_for(" reused", terminal.send("/stats\r"))
     assert " 0 reused" not in terminal.shown[at - 20 :]
     terminal.ready(at)
+    # An answer that is stopped while it is drawn as Markdown: the cursor is shown again.
+    terminal.ready(terminal.wait_for("(the model is told not to think; ", terminal.send("/thinking off\r")))
+    terminal.ready(terminal.wait_for("(system message set; ", terminal.send("/system Be brief.\r")))
+    at = terminal.send("And?\r")
+    terminal.wait_for("\x1b[2K", terminal.wait_for("\x1b[?2004l", at))
+    at = terminal.send("\x03")
+    terminal.ready(terminal.wait_for("(stopped)\n", at))
+    drawn = terminal.shown[at:]
+    assert drawn.rfind("\x1b[?25h") > drawn.rfind("\x1b[?25l", 0, drawn.index("(stopped)"))
     terminal.send("\x04")
     assert terminal.leave() == 0
     assert "Traceback" not in terminal.shown
