@@ -58,12 +58,12 @@ class ChatLoop:
                     raise
                 self.screen.end()
                 self.screen.note("")
-                if interrupts and self.clock() - stopped_at < 1.0:
-                    continue  # the same impatient hand that stopped the answer
-                interrupts += 1
+                if not (interrupts and self.clock() - stopped_at < 1.0):  # the impatient hand that stopped the answer
+                    interrupts += 1
                 if interrupts > 1:
                     break
                 self.screen.note("(Ctrl-C again leaves, and so does /quit)")
+                stopped_at = -1.0
             except InputError as error:
                 self._refuse(str(error))
         return ExitCode.BAD_INPUT if self._refused and not self.reader.interactive else ExitCode.OK

@@ -14,6 +14,7 @@ from rich.text import Text
 from m3_runtime.interrupts import hold_signals
 
 _SECONDS = 0.08  # between two pictures of the block that is being written
+_SHARE = 0.1  # of the time, at most, that pictures take: a long block is drawn less often, and the model goes on
 
 
 def new_parser() -> MarkdownIt:
@@ -75,7 +76,8 @@ class MarkdownStream:
     """Shows Markdown that comes in pieces.
 
     A block (paragraph, list, table, code) is printed for good when the next one begins. Until then its last lines stand
-    at the end of the screen and are drawn over in place, at most twelve times a second; nothing above is touched.
+    at the end of the screen and are drawn over in place, at most twelve times a second and for a tenth of the time.
+    Nothing above them is touched.
     """
 
     def __init__(self, out: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
@@ -84,20 +86,22 @@ class MarkdownStream:
         self._clock = clock
         self._live: Live | None = None
         self._pending = ""  #: text of the block that is being written
-        self._shown = float("-inf")  #: when its picture was drawn
+        self._due = float("-inf")  #: when the next picture of it may be drawn
         self._printed = False  #: whether a block stands above it
 
     def push(self, text: str) -> None:
         """More text, which must have no control characters but line breaks and tabs."""
         self._pending += text
-        if self._clock() - self._shown < _SECONDS:
+        start = self._clock()
+        if start < self._due:
             return
         with hold_signals():  # an interruption must not leave the cursor in the middle of a picture
             for n in self._block_lengths()[:-1]:
                 self._print(n)
             if self._pending.strip():
                 self._draw()
-        self._shown = self._clock()
+        end = self._clock()
+        self._due = end + max(_SECONDS, (end - start) / _SHARE)
 
     def finish(self) -> None:
         """Prints what is there; the next text begins anew."""
@@ -105,7 +109,7 @@ class MarkdownStream:
             for n in self._block_lengths():
                 self._print(n)
         self._printed = False
-        self._shown = float("-inf")
+        self._due = float("-inf")
 
     def _block_lengths(self) -> list[int]:
         """Characters of each block in what is pending, each up to where the next one begins."""

@@ -204,7 +204,11 @@ def test_ctrl_c_after_a_stopped_answer_leaves_unless_it_comes_at_once():
     late = interrupting(Chat(f"one two{END}", f"three{END}"), 2)
     assert loop(late, "a", KeyboardInterrupt, "b", clock=times(0.0, 5.0))[1].count("three") == 0
     at_once = interrupting(Chat(f"one two{END}", f"three{END}"), 2)
-    assert loop(at_once, "a", KeyboardInterrupt, "b", clock=times(0.0, 0.3))[1].count("three") == 1
+    _, out, err = loop(at_once, "a", KeyboardInterrupt, "b", clock=times(0.0, 0.3))
+    assert out.count("three") == 1 and "(Ctrl-C again leaves, and so does /quit)" in err
+    leaving = interrupting(Chat(f"one two{END}", f"three{END}"), 2)
+    _, out, _ = loop(leaving, "a", KeyboardInterrupt, KeyboardInterrupt, "b", clock=times(0.0, 0.3, 0.4))
+    assert out.count("three") == 0
 
 
 def test_ctrl_c_through_a_pipe_ends_the_run():

@@ -134,6 +134,24 @@ def test_it_is_drawn_in_place_and_seldom():
         assert data.count("\x1b[?25l") == data.count("\x1b[?25h")  # the cursor is back
 
 
+def test_a_block_that_takes_long_to_draw_is_drawn_less_often():
+    clock, out = Clock(), Out()
+    stream = MarkdownStream(out, clock)
+    draw, drawn = stream._draw, 0
+
+    def slow() -> None:
+        nonlocal drawn
+        draw()
+        drawn += 1
+        clock.now += 0.5
+
+    stream._draw = slow  # type: ignore[method-assign]
+    for _ in range(600):
+        stream.push("a ")
+        clock.now += 0.1
+    assert 10 <= drawn <= 12 and clock.now <= 60 * 1.1 + 0.5
+
+
 def test_nothing_that_was_written_is_left_out():
     parser = new_parser()
     for text in ("a <b>c</b> <!-- d -->\n", "<div>\ne\n</div>\n", "[f]: http://g 'h'\n", "![i](j)\n"):

@@ -1,6 +1,7 @@
 """Chats that are saved and gone on with, and full contexts, with m3-run on a real file."""
 
 import re
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
@@ -90,6 +91,21 @@ def test_a_file_that_cannot_be_written_leaves_the_chat_alive(chat: Chat, tmp_pat
     code, out, err = chat(f"/save {tmp_path}/none/x", "Hello")
     assert code == 2 and out.strip()
     assert f"m3-run: {tmp_path}/none/x: cannot be written: No such file or directory" in err
+
+
+def test_a_full_disk_leaves_the_chat_and_the_earlier_file_alone(chat: Chat, tmp_path: Path):
+    file = tmp_path / "chat.m3"
+    chat("Hello", f"/save {file}")
+    before = file.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        code, out, err = chat("Other", f"/save {file}", "More")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert code == 2 and len(out.splitlines()) >= 2
+    assert f"m3-run: {file}: cannot be written: File too large" in err
+    assert file.read_bytes() == before and not list(tmp_path.glob("*.part"))
 
 
 def test_a_full_context_stops_and_the_chat_can_still_be_saved(chat: Chat, tmp_path: Path):
