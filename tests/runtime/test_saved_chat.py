@@ -158,7 +158,7 @@ def test_a_shift_goes_on_and_says_what_it_dropped(chat: Chat, tmp_path: Path):
 
 
 def test_a_shift_in_one_long_answer(chat: Chat, tiny_gguf: Path):
-    code, out, err = chat(options=("--context", 256, "--on-full", "shift", "-p", "Hi", "-n", 400, "--seed", 1))
+    code, out, err = chat(options=("--context", 256, "--on-full", "shift", "-p", "Hi", "-n", 250, "--seed", 1))
     assert code == 0 and out.strip()
     assert re.search(r"^m3-run: context full: dropped \d+ tokens behind the first \d+$", err, re.MULTILINE)
 
