@@ -16,18 +16,17 @@ import numpy.typing as npt
 
 from m3_convert.check_report import CheckReport, GroupSummary, SideSummary, differences
 from m3_convert.check_runs import CheckRuns
-from m3_convert.checkpoint import listed
 from m3_convert.comparable import check_choice, check_comparable
 from m3_convert.journal import library_hash
 from m3_convert.layer_walk import CheckResult, walk
-from m3_convert.layered_model import TENSOR_GROUPS, LayeredModel, open_layered
+from m3_convert.layered_model import TENSOR_GROUPS, FilesChangedError, LayeredModel, open_layered, unchanged
 from m3_convert.mixed_model import MixedModel, group_tensors, same_group
 from m3_convert.model_hash import hash_of, start_hash
-from m3_convert.text_sample import load_text, sample_text
+from m3_convert.text_sample import Text, load_text, sample_text
 from m3_convert.token_text import TokenText
 from m3_convert.verdict import Thresholds
 from m3_convert.walk_progress import walk_progress
-from m3_convert.walk_state import WalkState, default_folder, prepare_folder, state_folder
+from m3_convert.walk_state import WalkState, basis_hash, default_folder, prepare_folder, state_folder
 from m3_convert.walker import WalkOptions, check_memory
 from m3_runtime import memory
 from m3_runtime.command import one_line
@@ -121,13 +120,19 @@ def _report(check: Check, states: Path | None) -> tuple[CheckReport, WalkState]:
         estimated = _estimate(runs, len(sample.ids))
         digests = {side.origin.described_by: start_hash(side) for side in (ours, theirs)}  # one for the same files
         ids = np.array(sample.ids, np.int32)
-        state = WalkState(None if states is None else state_folder(states, _basis(runs, ids)), note)
-        result = _walk(runs, ids, state, restart=check.restart)
-        if not all(digest.done() for digest in digests.values()):
-            note("the files are still being read for their hash")
-        reference, candidate = (
-            _summary(side, digests[side.origin.described_by].result(), state) for side in (ours, theirs)
-        )
+        folder = None if states is None else state_folder(states, _question(check, runs, source))
+        state = WalkState(folder, basis_hash(_basis(runs, ids)), note)
+        try:
+            with unchanged(ours, theirs):
+                result = _walk(runs, ids, state, restart=check.restart)
+                if not all(digest.done() for digest in digests.values()):
+                    note("the files are still being read for their hash")
+                reference, candidate = (
+                    _summary(side, digests[side.origin.described_by].result()) for side in (ours, theirs)
+                )
+        except FilesChangedError:
+            state.remove()
+            raise
         report = CheckReport(
             result=result,
             reference=reference,
@@ -171,12 +176,7 @@ def _versions() -> dict[str, str]:
     return {"engine_sha256": library_hash(), "python": platform.python_version(), **packages}
 
 
-def _summary(side: LayeredModel, sha256: str, state: WalkState) -> SideSummary:
-    """Raises InputError if the files are not those that were opened: the hash would not be that of what ran."""
-    changed = side.origin.changed()
-    if changed:
-        state.remove()
-        raise InputError(f"{side.name}: changed during the check: {listed(changed)}; the check must start anew")
+def _summary(side: LayeredModel, sha256: str) -> SideSummary:
     return SideSummary(side.name, side.kind, side.n_bytes, side.types(), sha256, hash_of(side))
 
 
@@ -257,6 +257,8 @@ def _resumable(state: WalkState, n_layer: int, *errors: type[BaseException]) -> 
     except errors:
         if state.layer:
             note(f"the same command goes on after layer {state.layer} of {n_layer}; the state is in {state.folder}")
+        elif state.folder is not None:
+            note("nothing had been saved yet (it is once a minute): the same command starts anew")
         raise
 
 
@@ -283,15 +285,28 @@ def _states(check: Check) -> Path | None:
     return parent
 
 
-def _basis(runs: CheckRuns, ids: npt.NDArray[np.int32]) -> dict[str, Any]:
-    """What a check depends on, values of JSON."""
+def _question(check: Check, runs: CheckRuns, text: Text) -> dict[str, Any]:
+    """What is asked for, by name, values of JSON."""
     options = [asdict(runs.reference_options), asdict(runs.candidate_options)]
     for side in options:
         del side["threads"]  # change nothing
+    # A folder or file by its place, an id on the Hub as it is.
+    sides = [str(path.absolute() if path.exists() else path) for path in (check.reference, check.candidate)]
+    text_name = str(check.text.absolute()) if check.text and check.text.is_file() else text.name
     return {
-        "program": [version(), library_hash(), _kernels(runs.reference)],
+        "sides": sides,
+        "text": [text_name, check.context],
+        "kernels": _kernels(runs.reference),
+        "options": options,
+        "runs": [runs.logits, runs.isolated, check.attribute and list(check.groups)],
+    }
+
+
+def _basis(runs: CheckRuns, ids: npt.NDArray[np.int32]) -> dict[str, Any]:
+    """What its result depends on besides, values of JSON."""
+    return {
+        "program": [version(), library_hash()],
         "sides": [dict(side.origin.identity) for side in (runs.reference, runs.candidate)],
         "ids": hashlib.sha256(ids.tobytes()).hexdigest(),
-        "options": options,
-        "runs": [runs.logits, runs.isolated, [model.group for model in runs.groups]],
+        "groups": [model.group for model in runs.groups],
     }

@@ -31,7 +31,7 @@ app = new_app()
     "compared layer by layer and head by head. The candidate runs twice: as it is, and with the reference's blocks, "
     "which tells the damage of the selection from all other.",
     epilog="Exit codes: 0 done; 1 a threshold is missed; 2 the models, the text or the arguments are wrong; 3 nothing "
-    "was tested, no query had a choice of blocks; 4 memory or disk is missing; 130 interrupted.",
+    "was tested, no query had a choice of blocks; 4 memory or disk is missing; 70 a bug; 130 interrupted.",
 )
 @guarded
 def check_command(
@@ -47,7 +47,11 @@ def check_command(
     ],
     text: Annotated[
         Path | None,
-        typer.Option("--text", metavar="FILE", help="Text to read, UTF-8. Without it a text that ships with m3-gguf."),
+        typer.Option(
+            "--text",
+            metavar="FILE",
+            help="Text to read, UTF-8; - is standard input. Without it a text that ships with m3-gguf.",
+        ),
     ] = None,
     context: Annotated[
         int | None,

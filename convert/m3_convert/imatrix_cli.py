@@ -63,8 +63,8 @@ class ImatrixReport:
     help="Collects an importance matrix: the mean square of what each column of each weight matrix is multiplied with "
     "while the model reads a text. Quantizers spend their precision by it. The model is read layer by layer, one layer "
     "in memory at a time, with sparse attention.",
-    epilog="Exit codes: 0 done; 2 the model, the text or the arguments are wrong; 4 memory or disk is missing; 130 "
-    "interrupted.",
+    epilog="Exit codes: 0 done; 2 the model, the text or the arguments are wrong; 4 memory or disk is missing; 70 a "
+    "bug; 130 interrupted.",
 )
 @guarded
 def imatrix_command(
@@ -78,7 +78,7 @@ def imatrix_command(
             help="File to write, in llama.cpp's format; an existing one is replaced when the new one is complete.",
         ),
     ],
-    text: Annotated[Path, typer.Option("--text", metavar="FILE", help="Text to read, UTF-8.")],
+    text: Annotated[Path, typer.Option("--text", metavar="FILE", help="Text to read, UTF-8; - is standard input.")],
     context: Annotated[
         int | None,
         typer.Option(
@@ -102,8 +102,8 @@ def imatrix_command(
     start = time.monotonic()
     options = WalkOptions(kv_type, index_type, threads)
     target = check_output(out, "the importance matrix", [source, text])
-    text_name = stored_name(text, "text")
     content = load_text(text)
+    text_name = stored_name(Path(content.name), "text")
     with open_layered(source, isa=isa, threads=threads) as model:
         for note in model.notes:
             _note(f"note: {note}")

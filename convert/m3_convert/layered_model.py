@@ -5,7 +5,7 @@ A checkpoint is evaluated as the file that `m3-convert --type auto` would write 
 
 import hashlib
 import mmap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol, Self
 import numpy as np
 import numpy.typing as npt
 
-from m3_convert.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint
+from m3_convert.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, listed
 from m3_convert.disk_room import check_rooms
 from m3_convert.encode import Encoder
 from m3_convert.gguf_file import header_bytes
@@ -27,7 +27,8 @@ from m3_convert.plan import Plan, plan_conversion
 from m3_convert.source import open_source
 from m3_convert.tensor_map import layer_of
 from m3_runtime.engine import GGUF, Model, Tensor
-from m3_runtime.errors import InputError
+from m3_runtime.errors import InputError, NotFiniteError
+from m3_runtime.file_identity import Identity, file_identity
 from m3_runtime.quantize import TensorType, dequantize_rows, row_bytes, type_name
 
 Kind = Literal["gguf", "checkpoint"]
@@ -45,9 +46,6 @@ TENSOR_GROUPS = (
     ("embeddings", "token_embd.weight"),
     ("head", "output.weight"),
 )
-
-#: What tells the content of files, by name: size and time, or a digest.
-Identity = Mapping[str, list[int | str]]
 
 #: Part of a tensor, -1 for all of it or the number of an expert, and its bytes as they stand in a GGUF file.
 Part = tuple[int, Any]
@@ -137,12 +135,16 @@ class CheckpointWeights:
         self._open.close()
 
 
+class FilesChangedError(InputError):
+    """A model's files are not those that were opened: what was computed is of no model."""
+
+
 @dataclass(frozen=True)
 class Origin:
     """Where a model comes from."""
 
     identity: Identity = field(default_factory=dict)
-    """Of its files when it was opened, and of what else it is made from."""
+    """What tells its content, of its files and of what else it is made from, the same after they were moved."""
 
     described_by: tuple[Path, ...] = ()
     """The files whose hash stands for it: all of a GGUF model; of a checkpoint its config and the index of its shards,
@@ -153,9 +155,11 @@ class Origin:
     look: Callable[[], Identity] = dict
     """Gives that of its files as they are now. Raises InputError for one that is not there any more."""
 
+    opened: Identity = field(default_factory=dict)  #: what that was when the model was opened
+
     def changed(self) -> list[str]:
         """The files that are not what they were when the model was opened. Raises InputError as `look` does."""
-        return [name for name, now in self.look().items() if self.identity[name] != now]
+        return [Path(name).name for name, now in self.look().items() if self.opened[name] != now]
 
 
 class LayeredModel:
@@ -187,6 +191,12 @@ class LayeredModel:
     def mapped(self) -> bool:
         """True if bound weights are pages of a file, False if they are memory of this process."""
         return self.weights.mapped
+
+    def check_unchanged(self) -> None:
+        """Raises FilesChangedError if its files are not those that were opened, InputError as `Origin.look` does."""
+        if changed := self.origin.changed():
+            which = "" if changed == [Path(self.name).name] else f": {listed(changed)}"
+            raise FilesChangedError(f"{self.name}: changed while it was in use{which}")
 
     def layer_bytes(self, layer: int) -> int:
         """Bytes of the weights that `bound(layer)` binds."""
@@ -258,6 +268,20 @@ class LayeredModel:
         self.close()
 
 
+@contextmanager
+def unchanged(*sides: LayeredModel) -> Iterator[None]:
+    """For a block that reads models: raises FilesChangedError if their files are not those that were opened, at its end
+    and in place of what the block says is wrong with their content."""
+    try:
+        yield
+    except (InputError, NotFiniteError):
+        for side in sides:
+            side.check_unchanged()
+        raise
+    for side in sides:
+        side.check_unchanged()
+
+
 def open_layered(path: Path, *, device: str = "cpu", isa: str = "auto", threads: int = 0) -> LayeredModel:
     """Opens a GGUF file, any one of a split model, the folder of one, a checkpoint folder, or an id on the Hub, whose
     shards are then downloaded into the Hub's cache, each when its first layer is bound.
@@ -276,21 +300,13 @@ def _open_gguf(path: Path, device: str, isa: str) -> LayeredModel:
         tensors, files, header = gguf.tensors, gguf.files, gguf.header()
     weights = MappedWeights(files, tensors)
     paths = tuple(map(Path, files))
-    look = partial(_file_identity, paths)
-    origin = Origin(look(), paths, look=look)
+    look = partial(file_identity, paths)
+    opened = look()
+    # Without the number on the disk, which some file systems give anew when they are mounted again.
+    identity = {Path(name).name: about[:2] for name, about in opened.items()}
+    origin = Origin(identity, paths, look=look, opened=opened)
     model = Model.from_header(header, str(path), device=device, isa=isa)
     return LayeredModel(str(path), "gguf", model, weights, origin)
-
-
-def _file_identity(paths: Sequence[Path]) -> Identity:
-    found: dict[str, list[int | str]] = {}
-    for path in paths:
-        try:
-            status = path.stat()
-        except OSError as error:
-            raise InputError(f"{path}: cannot be read: {error.strerror}") from error
-        found[path.name] = [status.st_size, status.st_mtime_ns]
-    return found
 
 
 def _open_checkpoint(checkpoint: Checkpoint, device: str, isa: str, threads: int) -> LayeredModel:
@@ -307,10 +323,11 @@ def _open_checkpoint(checkpoint: Checkpoint, device: str, isa: str, threads: int
     def look() -> Identity:
         return {shard.name: checkpoint.shards.identity(shard) for shard in shards}
 
-    identity: Identity = {**look(), "header": [hashlib.sha256(header).hexdigest()]}
+    opened = look()
+    identity: Identity = {**opened, "header": [hashlib.sha256(header).hexdigest()]}
     described_by = [checkpoint.folder / name for name in ("config.json", INDEX_NAME)]
     if not described_by[1].is_file():
         described_by[1] = checkpoint.folder / SINGLE_NAME
     described_by = [path for path in described_by if path.is_file()]  # the only shard of a Hub id may be yet to come
-    origin = Origin(identity, tuple(described_by), (*plan.warnings, *notes), look)
+    origin = Origin(identity, tuple(described_by), (*plan.warnings, *notes), look, opened)
     return LayeredModel(name, "checkpoint", model, CheckpointWeights(plan, threads), origin)

@@ -108,7 +108,7 @@ def search_target(request: TargetRequest) -> int:
         tokenizer = _tokenizer(reference)
         ids = _ids(text, tokenizer, _context(request.context, reference), reference)
         given = None if request.imatrix is None else ImportanceMatrix.load(request.imatrix)
-        folder = _folder(request, reference, ids, given)
+        folder = _folder(request, reference, text, ids, given)
         if request.imatrix and (other := imatrix_path(out)).exists() and not other.samefile(request.imatrix):
             _note(f"note: {other} is there already; it is not the importance matrix of this file")
         trials = Trials(source, base.choice, out, folder, request.threads, base.inputs)
@@ -215,7 +215,11 @@ def _about(request: TargetRequest, base: Plan, text: Text, n_tokens: int) -> Seq
 
 
 def _folder(
-    request: TargetRequest, reference: LayeredModel, ids: npt.NDArray[np.int32], given: ImportanceMatrix | None
+    request: TargetRequest,
+    reference: LayeredModel,
+    text: Text,
+    ids: npt.NDArray[np.int32],
+    given: ImportanceMatrix | None,
 ) -> Path:
     """The folder of all searches over this text and source."""
     try:
@@ -228,7 +232,7 @@ def _folder(
         "search": [version(), library_hash(), reference.model.isa_name],
         "source": dict(reference.origin.identity),
         "ids": hashlib.sha256(ids.tobytes()).hexdigest(),
-        "text": load_text(request.text).sha256,
+        "text": text.sha256,
         "importance": given.sha256 if given else None,
     }
     folder = state_folder(parent, basis)

@@ -22,7 +22,7 @@ from m3_convert.comparison import SelectionComparison
 from m3_convert.divergence import Divergence
 from m3_convert.knapsack import Doubles
 from m3_convert.layer_walk import walk
-from m3_convert.layered_model import LayeredModel, open_layered
+from m3_convert.layered_model import LayeredModel, open_layered, unchanged
 from m3_convert.mixed_model import MixedModel
 from m3_convert.selection import Cell
 from m3_convert.sensitivity import Lane
@@ -137,11 +137,13 @@ class Checks:
             size = format_bytes(memory.peak_resident_bytes() + estimate.total)
             self.note(f"{what}: {2 + runs.forced + len(lanes)} runs, about {size} of memory at the peak")
             check_memory(estimate, room, what, "a smaller --context takes less")
-            state = WalkState(self.folder / f"{self._key(types, lanes)}.walk", self.note)
+            # The folder's name says what the result depends on.
+            state = WalkState(self.folder / f"{self._key(types, lanes)}.walk", note=self.note)
             state.load()
             stages = runs.stages(len(self.ids))
             done = sum(work for _, work in stages[: state.layer])
-            with walk_progress(f"{self.name}: {what}", stages, sys.stderr, done) as advance:
+            progress = walk_progress(f"{self.name}: {what}", stages, sys.stderr, done)
+            with progress as advance, unchanged(self.reference, candidate):
                 result = walk(runs, self.ids, state, advance)
         assert result.selection is not None and result.candidate is not None
         outcome = Outcome.of(result.selection, result.candidate)
