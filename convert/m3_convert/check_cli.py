@@ -9,6 +9,7 @@ from typing import Annotated, Final, NoReturn
 import typer
 
 from m3_convert.check import DEFAULT_CONTEXT, GROUPS, NAME, Check, note, run_check
+from m3_convert.notation import exact
 from m3_convert.output_path import check_output
 from m3_convert.report_json import report_json
 from m3_convert.report_text import print_report
@@ -221,7 +222,7 @@ def _threshold(option: str, value: float | None, default: float | None, most: fl
         return default
     if not (0 <= value < math.inf and (most is None or value <= most)):  # NaN is neither
         expected = "a number of 0 or more" if most is None else f"0 to {most:g}"
-        raise InputError(f"{option} is {value:g}, expected {expected}")
+        raise InputError(f"{option} is {exact(value)}, expected {expected}")
     return value + 0.0  # no -0
 
 
@@ -229,8 +230,13 @@ def _page_path(out: Path, inputs: list[Path]) -> Path:
     """Where the page goes. Raises InputError for a file that is no page: a slip would replace a model by its report."""
     page = check_output(out, "the report", inputs)
     if page.exists():
-        with page.open("rb") as file:
-            start = file.read(len(_HTML))
+        try:
+            with page.open("rb") as file:
+                start = file.read(len(_HTML))
+        except PermissionError as error:
+            raise InputError(
+                f"{out}: is there already and cannot be read: expected an HTML page, which alone the report may replace"
+            ) from error
         if start and start.lower() != _HTML:
             raise InputError(f"{out}: is there already and is no HTML page, which alone the report may replace")
     return page

@@ -295,7 +295,11 @@ def _note_other_recipe(plan: Plan, target: Path, recipe: Path | None) -> None:
     if not path.is_file() or (recipe is not None and path.samefile(recipe)):
         return
     used = plan.choice.recipe.sha256 if plan.choice.recipe else ""
-    if hashlib.sha256(path.read_bytes()).hexdigest() != used:
+    try:
+        same = hashlib.sha256(path.read_bytes()).hexdigest() == used
+    except PermissionError:  # no reason not to convert
+        same = False
+    if not same:
         print(f"{NAME}: note: {path} is there already; it is not the recipe of this file", file=sys.stderr)
 
 

@@ -102,6 +102,7 @@ def _environment() -> Environment:
         percent=notation.percent,
         points=notation.points,
         decimal=notation.decimal,
+        exact=notation.exact,
         perplexity=notation.perplexity,
         count=notation.count,
         bytes=format_bytes,

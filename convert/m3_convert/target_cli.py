@@ -22,7 +22,7 @@ from m3_convert.imatrix_collect import collect, default_context, estimate_memory
 from m3_convert.journal import library_hash
 from m3_convert.layered_model import LayeredModel, open_layered
 from m3_convert.metadata import plan_metadata
-from m3_convert.notation import share
+from m3_convert.notation import exact, share
 from m3_convert.output_path import check_output as check_small_output
 from m3_convert.output_path import imatrix_path, recipe_path
 from m3_convert.plan import Plan, plan_conversion
@@ -79,7 +79,7 @@ class TargetRequest:
 def parse_overlap(value: float | None) -> float | None:
     """Raises InputError for a number that is no overlap."""
     if value is not None and not 0 <= value <= 1:  # NaN is neither
-        raise InputError(f"--target-overlap is {value:g}, expected 0 to 1")
+        raise InputError(f"--target-overlap is {exact(value)}, expected 0 to 1")
     return value
 
 

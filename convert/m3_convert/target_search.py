@@ -23,6 +23,7 @@ import numpy as np
 
 from m3_convert.decode import SourceReader
 from m3_convert.imatrix import ImportanceMatrix
+from m3_convert.notation import exact
 from m3_convert.plan import Plan
 from m3_convert.precision import always_f32, is_index_projection
 from m3_convert.recipe import Recipe
@@ -58,7 +59,9 @@ class Target:
         return self.min_overlap is None or outcome.worst.overlap >= self.min_overlap
 
     def __str__(self) -> str:
-        return f"--target-overlap {self.min_overlap:g}" if self.max_bytes is None else f"--max-size {self.max_bytes}"
+        if self.min_overlap is not None:
+            return f"--target-overlap {exact(self.min_overlap)}"
+        return f"--max-size {self.max_bytes}"
 
 
 @dataclass(frozen=True)

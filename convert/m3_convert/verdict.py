@@ -9,7 +9,7 @@ from typing import Final, Literal
 
 from m3_convert.comparison import MassCell
 from m3_convert.flip_margin import NEAR_TIE
-from m3_convert.notation import decimal, percent, share
+from m3_convert.notation import beside, decimal, exact, percent, share
 from m3_convert.selection import Cell
 from m3_runtime.errors import ExitCode
 
@@ -245,15 +245,14 @@ def _agreement(f: Findings) -> str:
 
 
 def _because(f: Findings, cause: Cause) -> str:
-    d = f.differences
-    words = {
-        "index": f", because of {_index_source(d)}",
-        "index cache": f", because of {_index_source(d)}",
-        "weights": f", because {_movers(f)} move the hidden states",
-        "K/V cache": f", because K and V in {d.kv_cache[1].upper()} move the hidden states",
-        "index and weights": f", because of {_index_source(d)} and because {_movers(f)} move the hidden states",
-    }
-    return words.get(cause, "")
+    """Both causes if there are two, the main one first: one that answers for little is there all the same."""
+    index, others = f"because of {_index_source(f.differences)}", f"because {_movers(f)} move the hidden states"
+    both = f.differences.any_index and _others_matter(f)
+    if cause in ("index", "index cache"):
+        return f", above all {index}, less {others}" if both else f", {index}"
+    if cause in ("weights", "K/V cache"):
+        return f", above all {others}, less {index}" if both else f", {others}"
+    return f", {index} and {others}" if cause == "index and weights" else ""
 
 
 def _index_source(d: Differences) -> str:
@@ -361,23 +360,25 @@ def _shortfalls(f: Findings, t: Thresholds) -> list[tuple[str, str]]:
     s = f.selection
     if s and t.min_overlap is not None and s.worst.overlap < t.min_overlap:
         where = f"layer {s.worst.layer}, head {s.worst.head}"
-        words = f"{where}: mean overlap {share(s.worst.overlap)} is below --min-overlap {t.min_overlap:g}"
+        words = f"{where}: mean overlap {share(s.worst.overlap)} is below --min-overlap {exact(t.min_overlap)}"
         found.append(("min_overlap", words))
     if s and t.max_mass_lost is not None and s.worst_mass.value > t.max_mass_lost:
         where = f"layer {s.worst_mass.layer}, query head {s.worst_mass.query_head}"
-        words = f"{where}: mean attention lost {s.worst_mass.value:.4g} is above --max-mass-lost {t.max_mass_lost:g}"
+        lost = beside(s.worst_mass.value, t.max_mass_lost)
+        words = f"{where}: mean attention lost {lost} is above --max-mass-lost {exact(t.max_mass_lost)}"
         found.append(("max_mass_lost", words))
     if t.max_kld is not None and f.kld is not None and f.kld > t.max_kld:
-        found.append(("max_kld", f"KL divergence {f.kld:.4g} is above --max-kld {t.max_kld:g}"))
+        words = f"KL divergence {beside(f.kld, t.max_kld)} is above --max-kld {exact(t.max_kld)}"
+        found.append(("max_kld", words))
     return found
 
 
 def _met(t: Thresholds) -> str:
     parts = []
     if t.min_overlap is not None:
-        parts.append(f"every layer and head has a mean overlap of at least {t.min_overlap:g}")
+        parts.append(f"every layer and head has a mean overlap of at least {exact(t.min_overlap)}")
     if t.max_mass_lost is not None:
-        parts.append(f"every query head loses at most {t.max_mass_lost:g} of its attention")
+        parts.append(f"every query head loses at most {exact(t.max_mass_lost)} of its attention")
     if t.max_kld is not None:
-        parts.append(f"the KL divergence is at most {t.max_kld:g}")
+        parts.append(f"the KL divergence is at most {exact(t.max_kld)}")
     return ", ".join(parts)
