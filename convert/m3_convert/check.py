@@ -16,28 +16,26 @@ import numpy.typing as npt
 
 from m3_convert.check_report import CheckReport, GroupSummary, SideSummary, differences
 from m3_convert.check_runs import CheckRuns
+from m3_convert.check_walk import CheckResult, walk
 from m3_convert.comparable import check_choice, check_comparable
 from m3_convert.journal import library_hash
-from m3_convert.layer_walk import CheckResult, walk
-from m3_convert.layered_model import TENSOR_GROUPS, FilesChangedError, LayeredModel, open_layered, unchanged
+from m3_convert.layered_model import FilesChangedError, LayeredModel, open_layered, unchanged
 from m3_convert.mixed_model import MixedModel, group_tensors, same_group
 from m3_convert.model_hash import hash_of, start_hash
-from m3_convert.text_sample import Text, load_text, sample_text
+from m3_convert.tensor_group import GROUPS
+from m3_convert.text_sample import Text, context_tokens, load_text, sample_text
 from m3_convert.token_text import TokenText
 from m3_convert.verdict import Thresholds
 from m3_convert.walk_progress import walk_progress
 from m3_convert.walk_state import WalkState, basis_hash, default_folder, prepare_folder, state_folder
 from m3_convert.walker import WalkOptions, check_memory
 from m3_runtime import memory
-from m3_runtime.command import one_line
+from m3_runtime.command import tell
 from m3_runtime.errors import InputError
 from m3_runtime.native import version
 from m3_runtime.quantities import format_bytes
-from m3_runtime.text import ChatTokenizer
 
 NAME: Final = "m3-check-selection"
-DEFAULT_CONTEXT: Final = 8192
-GROUPS: Final = tuple(dict.fromkeys(group for group, _ in TENSOR_GROUPS))
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class Check:
     reference: Path
     candidate: Path
     text: Path | None = None  #: None: the text that ships with the package
-    context: int | None = None  #: tokens; None: DEFAULT_CONTEXT, or what the models were trained for
+    context: int | None = None  #: tokens, see `context_tokens`
     reference_options: WalkOptions = field(default_factory=WalkOptions)
     candidate_options: WalkOptions = field(default_factory=WalkOptions)
     thresholds: Thresholds = field(default_factory=Thresholds)
@@ -104,8 +102,9 @@ def _report(check: Check, states: Path | None) -> tuple[CheckReport, WalkState]:
     source = load_text(check.text)
     with ExitStack() as stack:
         ours, theirs = _open_both(check, stack)
-        tokenizer = _tokenizer(ours)
-        sample = sample_text(source, tokenizer, _wanted_tokens(check.context, ours, theirs))
+        tokenizer = ours.tokenizer()
+        trained = min(side.hparams.context_train for side in (ours, theirs))
+        sample = sample_text(source, tokenizer, context_tokens(check.context, trained))
         check_choice(ours.hparams, len(sample.ids))
         same, groups = _groups(check, ours, theirs, stack)
         runs = CheckRuns(
@@ -182,23 +181,7 @@ def _summary(side: LayeredModel, sha256: str) -> SideSummary:
 
 def note(text: str) -> None:
     """A line for people."""
-    print(f"{NAME}: {one_line(text)}", file=sys.stderr, flush=True)
-
-
-def _tokenizer(side: LayeredModel) -> ChatTokenizer:
-    try:
-        return ChatTokenizer(side.model.gguf.metadata)
-    except InputError as error:
-        raise InputError(f"{side.name}: {error}") from error
-
-
-def _wanted_tokens(context: int | None, ours: LayeredModel, theirs: LayeredModel) -> int:
-    trained = min(ours.hparams.context_train, theirs.hparams.context_train)
-    if context is None:
-        return min(DEFAULT_CONTEXT, trained)
-    if context > trained:
-        raise InputError(f"--context is {context}, the model was trained for {trained} tokens")
-    return context
+    tell(NAME, text)
 
 
 def _groups(

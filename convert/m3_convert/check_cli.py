@@ -8,11 +8,13 @@ from typing import Annotated, Final, NoReturn
 
 import typer
 
-from m3_convert.check import DEFAULT_CONTEXT, GROUPS, NAME, Check, note, run_check
+from m3_convert.check import NAME, Check, note, run_check
 from m3_convert.notation import exact
 from m3_convert.output_path import check_output
 from m3_convert.report_json import report_json
 from m3_convert.report_text import print_report
+from m3_convert.tensor_group import GROUPS
+from m3_convert.text_sample import DEFAULT_CONTEXT
 from m3_convert.verdict import DEFAULT_KLD, DEFAULT_MASS_LOST, Thresholds
 from m3_convert.walker import WalkOptions
 from m3_runtime.choices import ATTENTIONS, CACHE_TYPES, chosen
@@ -209,7 +211,7 @@ def check_command(
         except BrokenPipeError:
             abandon_stdout()  # whoever read the report left; the verdict stands
         if page is not None:  # after the numbers, which a full disk shall not take along
-            from m3_convert.page import write_page  # the template engine is needed here alone
+            from m3_convert.report_page import write_page  # the template engine is needed here alone
 
             write_page(content, page)
     if finished.verdict.shortfalls:

@@ -4,135 +4,34 @@ A checkpoint is evaluated as the file that `m3-convert --type auto` would write 
 """
 
 import hashlib
-import mmap
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self
+from typing import Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from m3_convert.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, listed
 from m3_convert.disk_room import check_rooms
-from m3_convert.encode import Encoder
 from m3_convert.gguf_file import header_bytes
 from m3_convert.hub_shards import HubShards
 from m3_convert.metadata import plan_metadata
-from m3_convert.plan import Plan, plan_conversion
+from m3_convert.plan import plan_conversion
 from m3_convert.source import open_source
+from m3_convert.tensor_group import TENSOR_GROUPS, tensor_group
 from m3_convert.tensor_map import layer_of
-from m3_runtime.engine import GGUF, Model, Tensor
+from m3_convert.weights import CheckpointWeights, MappedWeights, Weights
+from m3_runtime.engine import GGUF, Model
 from m3_runtime.errors import InputError, NotFiniteError
 from m3_runtime.file_identity import Identity, file_identity
 from m3_runtime.quantize import TensorType, dequantize_rows, row_bytes, type_name
+from m3_runtime.text import ChatTokenizer
 
 Kind = Literal["gguf", "checkpoint"]
-
-# What a tensor is for; the first pattern that matches decides.
-TENSOR_GROUPS = (
-    ("index", "blk.*.indexer.*"),
-    ("norms", "*norm.weight"),
-    ("router", "blk.*.ffn_gate_inp.weight"),
-    ("router", "blk.*.exp_probs_b.bias"),
-    ("experts", "blk.*_exps.weight"),
-    ("shared experts", "blk.*_shexp.weight"),
-    ("attention", "blk.*.attn_*.weight"),
-    ("dense mlp", "blk.*.ffn_*.weight"),
-    ("embeddings", "token_embd.weight"),
-    ("head", "output.weight"),
-)
-
-#: Part of a tensor, -1 for all of it or the number of an expert, and its bytes as they stand in a GGUF file.
-Part = tuple[int, Any]
-
-
-def tensor_group(name: str) -> str:
-    """The group of TENSOR_GROUPS that a tensor belongs to, "other" if none."""
-    return next((group for group, pattern in TENSOR_GROUPS if fnmatchcase(name, pattern)), "other")
-
-
-class Weights(Protocol):
-    """Where the bytes of tensors come from."""
-
-    mapped: bool  #: True if the kernel can take back their memory at any time
-    n_bytes: int  #: of the files they lie in
-
-    def parts(self, tensor: str) -> Iterator[Part]:
-        """The bytes of a tensor, whole or expert by expert."""
-        ...
-
-    def release(self, tensors: Sequence[str]) -> None:
-        """Called when the engine has let go of these tensors."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class MappedWeights:
-    """Tensors of GGUF files, mapped read-only; only the pages of bound layers stay in the memory of the process."""
-
-    mapped = True
-
-    def __init__(self, paths: Sequence[str], tensors: Sequence[Tensor]) -> None:
-        self._ranges = {t.name: (t.file, t.offset, t.n_bytes) for t in tensors}
-        self._maps: list[mmap.mmap] = []
-        for path in paths:
-            try:
-                with Path(path).open("rb") as file:
-                    self._maps.append(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
-            except OSError as error:
-                self.close()
-                raise InputError(f"{path}: cannot be mapped: {error.strerror}") from error
-        self.n_bytes = sum(map(len, self._maps))
-
-    def parts(self, tensor: str) -> Iterator[Part]:
-        file, offset, n_bytes = self._ranges[tensor]
-        # Page faults read in small pieces; on a cold disk one large request is many times as fast.
-        self._advise(tensor, mmap.MADV_WILLNEED)
-        yield -1, memoryview(self._maps[file])[offset : offset + n_bytes]
-
-    def release(self, tensors: Sequence[str]) -> None:
-        for tensor in tensors:
-            self._advise(tensor, mmap.MADV_DONTNEED)
-
-    def _advise(self, tensor: str, advice: int) -> None:
-        file, offset, n_bytes = self._ranges[tensor]
-        start = offset // mmap.PAGESIZE * mmap.PAGESIZE
-        self._maps[file].madvise(advice, start, offset + n_bytes - start)
-
-    def close(self) -> None:
-        # After an error its traceback may still hold views of the mapping, which then goes with them.
-        for mapped in self._maps:
-            with suppress(BufferError):
-                mapped.close()
-
-
-class CheckpointWeights:
-    """Tensors of a checkpoint, converted when asked for."""
-
-    mapped = False
-
-    def __init__(self, plan: Plan, threads: int) -> None:
-        self._tensors = {t.name: t for t in plan.tensors}
-        self._open = ExitStack()
-        self._encoder = self._open.enter_context(Encoder(threads, shards=plan.source.shards))
-        shards = {t.shard for tensor in plan.tensors for m in tensor.matrices for t in m.sources}
-        self.n_bytes = sum(map(plan.source.shards.size, shards))
-
-    def parts(self, tensor: str) -> Iterator[Part]:
-        for matrix in self._encoder.matrices(self._tensors[tensor]):
-            yield matrix.expert, matrix.data
-
-    def release(self, tensors: Sequence[str]) -> None:
-        """Nothing to do: what was bound was freed with its last reference."""
-
-    def close(self) -> None:
-        self._open.close()
 
 
 class FilesChangedError(InputError):
@@ -197,6 +96,13 @@ class LayeredModel:
         if changed := self.origin.changed():
             which = "" if changed == [Path(self.name).name] else f": {listed(changed)}"
             raise FilesChangedError(f"{self.name}: changed while it was in use{which}")
+
+    def tokenizer(self) -> ChatTokenizer:
+        """Raises InputError, naming the model, if its metadata make none."""
+        try:
+            return ChatTokenizer(self.model.gguf.metadata)
+        except InputError as error:
+            raise InputError(f"{self.name}: {error}") from error
 
     def layer_bytes(self, layer: int) -> int:
         """Bytes of the weights that `bound(layer)` binds."""

@@ -13,7 +13,6 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from m3_convert.check import DEFAULT_CONTEXT
 from m3_convert.comparable import check_choice
 from m3_convert.execute import check_outputs, hold_output
 from m3_convert.gguf_file import OutputFile, header_bytes
@@ -32,7 +31,7 @@ from m3_convert.source import Source, open_source
 from m3_convert.stored_name import stored_name
 from m3_convert.target_report import print_found, target_json
 from m3_convert.target_search import Found, Search, Target
-from m3_convert.text_sample import Text, load_text, sample_text
+from m3_convert.text_sample import Text, context_tokens, load_text, sample_text
 from m3_convert.trial import Trials
 from m3_convert.trial_check import Checks
 from m3_convert.walk_progress import layer_stages, walk_progress
@@ -40,7 +39,7 @@ from m3_convert.walk_state import default_folder, prepare_folder, state_folder
 from m3_convert.walker import WalkOptions, check_memory
 from m3_convert.whole_file import write_whole
 from m3_runtime import memory
-from m3_runtime.command import one_line
+from m3_runtime.command import one_line, tell
 from m3_runtime.errors import ExitCode, InputError, MachineError
 from m3_runtime.native import version
 from m3_runtime.quantities import format_bytes
@@ -105,8 +104,8 @@ def search_target(request: TargetRequest) -> int:
     with hold_output(out), open_layered(Path(request.source), threads=request.threads) as reference:
         for line in dict.fromkeys((*reference.notes, *base.warnings)):
             _note(f"note: {line}")
-        tokenizer = _tokenizer(reference)
-        ids = _ids(text, tokenizer, _context(request.context, reference), reference)
+        tokenizer = reference.tokenizer()
+        ids = _ids(text, tokenizer, context_tokens(request.context, reference.hparams.context_train), reference)
         given = None if request.imatrix is None else ImportanceMatrix.load(request.imatrix)
         folder = _folder(request, reference, text, ids, given)
         if request.imatrix and (other := imatrix_path(out)).exists() and not other.samefile(request.imatrix):
@@ -153,7 +152,7 @@ def search_target(request: TargetRequest) -> int:
 
 
 def _note(text: str) -> None:
-    print(f"{NAME}: {one_line(text)}", file=sys.stderr, flush=True)
+    tell(NAME, text)
 
 
 # ------------------------------------------------------------------------------------------------ what it begins with
@@ -179,20 +178,6 @@ def _fixed(plan: Plan) -> frozenset[str]:
     """Tensors that a --rule decides."""
     rules = plan.choice.rules
     return frozenset(t.name for t in plan.tensors if any(t.reason == rule.reason for rule in rules))
-
-
-def _context(wanted: int | None, reference: LayeredModel) -> int:
-    trained = reference.hparams.context_train
-    if wanted is not None and wanted > trained:
-        raise InputError(f"--context is {wanted}, the model was trained for {trained} tokens")
-    return min(DEFAULT_CONTEXT, trained) if wanted is None else wanted
-
-
-def _tokenizer(reference: LayeredModel) -> ChatTokenizer:
-    try:
-        return ChatTokenizer(reference.model.gguf.metadata)
-    except InputError as error:
-        raise InputError(f"{reference.name}: {error}") from error
 
 
 def _ids(text: Text, tokenizer: ChatTokenizer, n: int, reference: LayeredModel) -> npt.NDArray[np.int32]:

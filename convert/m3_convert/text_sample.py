@@ -13,6 +13,7 @@ from m3_runtime.errors import InputError
 from m3_runtime.quantities import format_bytes
 from m3_runtime.text import ChatTokenizer
 
+DEFAULT_CONTEXT: Final = 8192  #: tokens that a check reads
 BUILT_IN: Final = "built-in text"
 STANDARD_INPUT: Final = "standard input"
 STREAM_BYTES: Final = 1 << 30  #: that are read from a pipe, which need not end
@@ -79,6 +80,16 @@ def _read_stream(stream: BinaryIO, name: str) -> bytes:
     if len(raw) > STREAM_BYTES:
         raise InputError(f"{name}: expected at most {format_bytes(STREAM_BYTES)} from a pipe, found more; give a file")
     return raw
+
+
+def context_tokens(wanted: int | None, trained: int, default: int = DEFAULT_CONTEXT) -> int:
+    """Tokens that --context asks for, or `default`, as far as the model was trained for so many (`trained`).
+
+    Raises InputError if more are asked for.
+    """
+    if wanted is not None and wanted > trained:
+        raise InputError(f"--context is {wanted}, the model was trained for {trained} tokens")
+    return min(default, trained) if wanted is None else wanted
 
 
 @dataclass(frozen=True)

@@ -166,8 +166,8 @@ def _end_on_signals() -> None:
             signal.signal(number, end)
 
 
-def _complain(name: str, text: str) -> None:
-    """The last line of a command."""
+def tell(name: str, text: str) -> None:
+    """A line for people, of the command `name`."""
     print(f"{name}: {one_line(text)}", file=sys.stderr, flush=True)
 
 
@@ -189,7 +189,7 @@ def _exit_code(call: Callable[[], Any], name: str) -> int:
 
 
 def _interrupted(name: str) -> int:
-    _complain(name, "interrupted")
+    tell(name, "interrupted")
     return ExitCode.INTERRUPTED
 
 
@@ -201,19 +201,19 @@ def _report(name: str, error: Exception) -> int:
         return _interrupted(name)
     format_message = getattr(error, "format_message", None)
     if callable(format_message):
-        _complain(name, f"{format_message()} (see {name} --help)")
+        tell(name, f"{format_message()} (see {name} --help)")
         return ExitCode.BAD_INPUT
     if isinstance(error, M3Error):
-        _complain(name, str(error))
+        tell(name, str(error))
         return error.exit_code
     if isinstance(error, MemoryError):
-        _complain(name, "not enough memory")
+        tell(name, "not enough memory")
         return ExitCode.MACHINE
     if isinstance(error, OSError) and error.errno is not None:
         what = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
-        _complain(name, f"{what}{error.strerror}")
+        tell(name, f"{what}{error.strerror}")
         return ExitCode.MACHINE if error.errno in _NO_ROOM else ExitCode.BAD_INPUT
     place = traceback.extract_tb(error.__traceback__)[-1]
     where = f"{Path(place.filename).name}:{place.lineno}"
-    _complain(name, f"internal error, please report: {type(error).__name__}: {error} ({where})")
+    tell(name, f"internal error, please report: {type(error).__name__}: {error} ({where})")
     return ExitCode.BUG

@@ -5,9 +5,11 @@ from dataclasses import replace
 import pytest
 
 from m3_convert.comparison import MassCell
+from m3_convert.findings import Differences, Findings, Restored, Selection
 from m3_convert.notation import beside
 from m3_convert.selection import Cell
-from m3_convert.verdict import Differences, Findings, Restored, Selection, Thresholds, find_cost, judge
+from m3_convert.verdict import Thresholds, judge
+from m3_convert.verdict_cause import find_cost
 
 SAME = Differences(0.0, None, ("F32", "F32"), False, ("f32", "f32"), ("f16", "f16"))
 EQUAL = Selection(2, 2, 100, 0, 0, 1.0, Cell(1, 0, 1.0), 0.0, MassCell(1, 0, 0.0), None)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from m3_convert import check, check_cli, page, walk_state
+from m3_convert import check, check_cli, report_page, walk_state
 from m3_convert.walk_state import WalkState, default_folder, state_folder
 from m3_convert.walker import Walker
 from m3_runtime.errors import MachineError
@@ -231,7 +231,7 @@ def test_the_state_stays_until_all_is_written(
         if lost == "print":
             patch.setattr(check_cli, "print", fail, raising=False)
         else:
-            patch.setattr(page if lost == "write_page" else check_cli, lost, fail)
+            patch.setattr(report_page if lost == "write_page" else check_cli, lost, fail)
         run = m3_check_selection(*command)
     assert run.code == 4 and run.error.endswith("the disk is full")
     (folder,) = states.glob("*")

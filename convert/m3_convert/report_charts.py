@@ -19,8 +19,8 @@ from m3_convert.chart import (
     Tick,
 )
 from m3_convert.flip_margin import NEAR_TIE
-from m3_convert.layer_summary import LayerSummary, query_heads_of, worst_head
 from m3_convert.notation import count, decimal, exact, more_bytes, percent, share
+from m3_convert.report_layer import LayerSummary, query_heads_of, worst_head
 
 Json = Mapping[str, Any]
 
