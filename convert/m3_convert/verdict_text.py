@@ -33,7 +33,8 @@ def agreement(f: Findings) -> str:
 
 
 def because(f: Findings, cause: Cause) -> str:
-    """What it comes from, to follow that. Both causes if there are two, the main one first: one that answers for little is there all the same."""
+    """What that comes from. Both causes if there are two, the main one first: one that answers for little is there all
+    the same."""
     index, others = f"because of {_index_source(f.differences)}", f"because {_movers(f)} move the hidden states"
     both = f.differences.any_index and others_matter(f)
     if cause in ("index", "index cache"):
