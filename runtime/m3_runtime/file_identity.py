@@ -27,12 +27,13 @@ def file_identity(paths: Sequence[Path]) -> Identity:
 @contextmanager
 def unchanged_files(paths: Sequence[Path]) -> Iterator[None]:
     """For what is done with open files: if it fails for what stands in them, and one of them is not what it was when
-    the block began, then InputError says that in place of the error."""
+    the block began, then InputError says that in place of the error. One that was removed is still what it was."""
     before = file_identity(paths)
     try:
         yield
     except (InputError, NotFiniteError) as error:
-        changed = [name for name, now in file_identity(paths).items() if before[name] != now]
+        there = [path for path in paths if path.exists()]
+        changed = [name for name, now in file_identity(there).items() if before[name] != now]
         if changed:
             raise InputError(f"{changed[0]}: changed while it was in use, and then: {error}") from error
         raise
