@@ -93,7 +93,7 @@ def bench_command(
     start = time.perf_counter()
     with (
         Model(model, device=options.device, isa=options.isa, mmap=options.mmap) as opened,
-        unchanged_files(opened.files),
+        unchanged_files(opened.gguf.files),
     ):
         bench = Bench(options, opened)
         progress = _Progress()

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypeAlias, TypedDict, Unpack
 
@@ -210,11 +209,6 @@ class Model:
         self.backend_name = text(lib.m3_model_backend_name(pointer))  #: "cpu" or "cuda"
         self.device_name = text(lib.m3_model_device_name(pointer))  #: of the GPU, or the instruction set
         self.isa_name = text(lib.m3_model_isa_name(pointer))
-
-    @property
-    def files(self) -> list[Path]:
-        """The files that it was opened from."""
-        return [Path(file) for file in self.gguf.files]
 
     @property
     def weight_bytes(self) -> int:

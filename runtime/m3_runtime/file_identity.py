@@ -25,9 +25,10 @@ def file_identity(paths: Sequence[Path]) -> Identity:
 
 
 @contextmanager
-def unchanged_files(paths: Sequence[Path]) -> Iterator[None]:
+def unchanged_files(names: Sequence[str]) -> Iterator[None]:
     """For what is done with open files: if it fails for what stands in them, and one of them is not what it was when
     the block began, then InputError says that in place of the error. One that was removed is still what it was."""
+    paths = [Path(name) for name in names]
     before = file_identity(paths)
     try:
         yield

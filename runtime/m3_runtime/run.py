@@ -66,7 +66,7 @@ def run_model(options: RunOptions) -> ExitCode:
     memory.check_file_maps(options.model)
     with (
         Model(options.model, device=options.device, isa=options.isa, mmap=options.mmap) as model,
-        unchanged_files(model.files),
+        unchanged_files(model.gguf.files),
     ):
         return Run(options, model, start).execute()
 
