@@ -10,10 +10,12 @@
  *   - Every function that can fail returns an m3_status and fills a caller-owned m3_error (may be NULL) with
  *     one line that names the thing, what was expected and what was found. On failure out-pointers are set
  *     to NULL and nothing is left allocated; a session whose eval failed keeps the length it had before.
- *   - The engine never prints, exits, reads the environment or keeps mutable globals.
+ *   - The engine never prints, exits, reads the environment or keeps mutable globals. m3_end_on_bus_error, which a
+ *     program may ask for, is the exception.
  *   - Options structs start with struct_size = sizeof(the struct), which catches a library and a header that
  *     do not belong together. A zeroed field is valid unless said otherwise (for a cache type it is F32).
- *   - Files stay mapped while they are open. One that another program shortens meanwhile ends the process (SIGBUS).
+ *   - Files stay mapped while they are open. One that another program shortens meanwhile ends the process (SIGBUS, see
+ *     m3_end_on_bus_error).
  *   - One thread at a time may use a session or bind weights to a model, with exceptions that any thread may call at
  *     any time: m3_session_cancel, m3_session_progress and their like of loading. Sessions of one model are
  * independent.
@@ -152,6 +154,14 @@ int32_t m3_default_threads(void);
 /* Most threads that an n_threads may ask for: the processors, or M3_FEW_THREADS on a machine with fewer. A thread
  * that cannot be created ends the process inside the OpenMP runtime, where no error can be returned. */
 int32_t m3_max_threads(void);
+
+/* For programs, not for libraries: from now on, a mapped file that is shorter than it was when its bytes are used, or
+ * that the disk does not give, ends the process with one line on stderr, "NAME: FILE: ...", and with the exit code
+ * changed_code or failed_code, without unwinding (_exit). The kernel tells of it by SIGBUS in the middle of an
+ * instruction, where no function could return an error. For the whole process and all mapped files, those that the
+ * engine did not map too. `name` is copied and is shorter than 64 bytes (M3_ERROR_ARGUMENT). Has no effect if the
+ * program has a handler of SIGBUS, this one included; a SIGBUS of other causes ends the process as ever. */
+m3_status m3_end_on_bus_error(const char *name, int32_t changed_code, int32_t failed_code, m3_error *err);
 
 /* ------------------------------------------------------------------------------------------------ types */
 

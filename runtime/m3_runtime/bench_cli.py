@@ -69,6 +69,7 @@ def bench_command(
     from m3_runtime import memory
     from m3_runtime.bench import Bench, BenchOptions, Measurement
     from m3_runtime.engine import Model
+    from m3_runtime.file_identity import unchanged_files
 
     options = BenchOptions(
         model=model,
@@ -90,7 +91,10 @@ def bench_command(
     )
     memory.check_file_maps(model)
     start = time.perf_counter()
-    with Model(model, device=options.device, isa=options.isa, mmap=options.mmap) as opened:
+    with (
+        Model(model, device=options.device, isa=options.isa, mmap=options.mmap) as opened,
+        unchanged_files(opened.gguf.files),
+    ):
         bench = Bench(options, opened)
         progress = _Progress()
         opened.load(progress=lambda done, total: progress("load", done, total))

@@ -224,6 +224,8 @@ def _prompt_text(prompt: str | None, file: str | None, raw: bool) -> str | None:
         return _not_empty(_decode(os.fsencode(prompt), "-p"), "-p")
     if file is None:
         return None
+    if not file:
+        raise InputError("-f is empty, expected the name of a file, or - for standard input")
     try:
         data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
     except OSError as error:

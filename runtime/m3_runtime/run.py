@@ -16,6 +16,7 @@ from m3_runtime.choices import OnFull
 from m3_runtime.command import one_line
 from m3_runtime.engine import Memory, Model, Session, SessionOptions
 from m3_runtime.errors import ContextError, ExitCode, InputError
+from m3_runtime.file_identity import unchanged_files
 from m3_runtime.generate import Answer, FinishReason, Generator, Prompt
 from m3_runtime.gguf_reader import gguf_files
 from m3_runtime.held_tokens import Shift
@@ -72,7 +73,10 @@ def run_model(options: RunOptions) -> ExitCode:
             f"{options.model}: is a folder; m3-run reads a GGUF file, which m3-convert makes of a checkpoint"
         )
     memory.check_file_maps(options.model)
-    with Model(options.model, device=options.device, isa=options.isa, mmap=options.mmap) as model:
+    with (
+        Model(options.model, device=options.device, isa=options.isa, mmap=options.mmap) as model,
+        unchanged_files(model.gguf.files),
+    ):
         return Run(options, model, start).execute()
 
 
