@@ -28,8 +28,6 @@
 #define FEW_COLUMNS 512
 #define FEW_ROWS 4
 
-#define CACHE_LINE 64
-
 /* What a thread holds of a product in integers, and in floats. */
 typedef struct integer_buffer {
   m3_tile tile;
@@ -43,7 +41,7 @@ typedef struct float_buffer {
 } float_buffer;
 
 int64_t m3_matmul_floats(void) {
-  size_t bytes = sizeof(integer_buffer) + CACHE_LINE;
+  size_t bytes = sizeof(integer_buffer) + M3_CACHE_LINE;
   return (int64_t)((bytes > sizeof(float_buffer) ? bytes : sizeof(float_buffer)) / sizeof(float));
 }
 
@@ -108,12 +106,14 @@ static void multiply_floats(const m3_context *c, const m3_matmul_params *p, cons
 
 static int64_t at_most(int64_t n, int64_t most) { return n < most ? n : most; }
 
-/* Asks for the columns of a tile that will be unpacked next, rows from `row` of the piece on. */
-static void fetch_tile(const piece *w, int32_t type, int64_t row, int64_t column) {
-  const char *from = w->weights + row * w->row_bytes + m3_row_bytes(type, column);
+/* The tile that is unpacked after that of rows from `row` and columns from `column` on. */
+static m3_ahead next_tile(const piece *w, int32_t type, int64_t row, int64_t column) {
+  row += M3_TILE_ROWS;
+  if (row >= w->count) row = 0, column += M3_TILE_COLUMNS;
+  if (column >= w->n_in) row = w->count, column = 0; /* of the next piece, whose rows follow in memory */
   int64_t bytes = m3_row_bytes(type, at_most(w->n_in - column, M3_TILE_COLUMNS));
-  for (int64_t j = 0; j < M3_TILE_ROWS; j++)
-    for (int64_t i = 0; i < bytes; i += CACHE_LINE) __builtin_prefetch(from + j * w->row_bytes + i, 0, 3);
+  const char *from = w->weights + row * w->row_bytes + m3_row_bytes(type, column);
+  return m3_ahead_of(from, bytes, w->row_bytes, M3_TILE_ROWS);
 }
 
 /* All columns of the piece with n rows from row r on. */
@@ -135,12 +135,7 @@ static void sum_tiles(const m3_context *c, const m3_matmul_params *p, const piec
       const char *data = w->weights + row * w->row_bytes + m3_row_bytes(type, t.first);
       int64_t n_rows = at_most(w->count - row, M3_TILE_ROWS);
       unpack(&(m3_weight_rows){w->coding, data, w->row_bytes, n_rows, t.n}, &buffer->tile);
-      if (row + M3_TILE_ROWS < w->count)
-        fetch_tile(w, type, row + M3_TILE_ROWS, t.first);
-      else if (t.first + t.n < w->n_in)
-        fetch_tile(w, type, 0, t.first + t.n);
-      else
-        fetch_tile(w, type, w->count, 0); /* the next piece's, whose rows follow in memory */
+      t.ahead = next_tile(w, type, row, t.first);
       products->multiply(&t);
     }
   }
@@ -173,7 +168,7 @@ static void multiply_tile(const m3_context *c, const m3_matmul_params *p, const 
 }
 
 static void multiply_integers(const m3_context *c, const m3_matmul_params *p, const piece *w, float *buffer) {
-  uintptr_t aligned = ((uintptr_t)buffer + CACHE_LINE - 1) & ~(uintptr_t)(CACHE_LINE - 1);
+  uintptr_t aligned = ((uintptr_t)buffer + M3_CACHE_LINE - 1) & ~(uintptr_t)(M3_CACHE_LINE - 1);
   if (w->n > ONE_TILE_ROWS) {
     multiply_tiles(c, p, w, (integer_buffer *)aligned);
     return;

@@ -353,7 +353,10 @@ INLINE void multiply_rows(const m3_tile_product *p, const m3_activations *a, int
 }
 
 INLINE void multiply_kind(const m3_tile_product *p, bool halved, bool minima) {
+  m3_ahead ahead = p->ahead;
+  int64_t lines = m3_ahead_lines(&ahead, (p->n_x + X_ROWS - 1) / X_ROWS);
   for (int64_t r = 0, n; r < p->n_x; r += n) {
+    m3_fetch(&ahead, lines);
     int64_t left = p->n_x - r;
     n = left == 4 ? 2 : left < X_ROWS ? left : X_ROWS; /* two and two are faster than three and one */
     m3_activations a[X_ROWS];
