@@ -439,9 +439,17 @@ static void round_row(const float *x, int64_t n, void *out) {
 
 /* ------------------------------------------------------------------------------------------------ types */
 
-#define FORMAT(name, blocks, groups, minima, by_row, panel, ...)                                              \
-  ((format){(blocks) * sizeof(m3_block_##name), sizeof(m3_block_##name), groups, minima, zero_##name, by_row, \
-            codes_##name, scales_##name, panel, {__VA_ARGS__}})
+#define FORMAT(name, blocks, groups, minima, by_row, panel, ...) \
+  ((format){(blocks) * sizeof(m3_block_##name),                  \
+            sizeof(m3_block_##name),                             \
+            groups,                                              \
+            minima,                                              \
+            zero_##name,                                         \
+            by_row,                                              \
+            codes_##name,                                        \
+            scales_##name,                                       \
+            panel,                                               \
+            {__VA_ARGS__}})
 #define TYPE(name, ...)                                                            \
   static void product_##name(const m3_weight_rows *w, const void *x, float *out) { \
     row_product(FORMAT(name, __VA_ARGS__), w, x, out);                             \
