@@ -281,7 +281,8 @@ INLINE void unpack(const format f, const m3_weight_rows *w, m3_tile *out) {
 
 /* ------------------------------------------------------------------------------------------------ many rows of x */
 
-enum { X_ROWS = 3 /* as many as there are registers for: their sums of integers and of floats */ };
+/* As many as there are registers for: their sums of integers and of floats. The last four rows are taken together. */
+enum { X_ROWS = 3, LAST_ROWS = 4 };
 
 /* Adds `count` pairs from pair `pair` of the tile to the sums of n rows of x and 16 rows of weights. The first of them
  * begin the sums if `begin` is set. */
@@ -296,7 +297,7 @@ INLINE void add_pairs(const m3_tile *t, int64_t pair, int count, const int16_t *
       /* Else the compiler loads them anew for each row, more than the two loads a cycle. */
       __asm__("" : "+x"(w[k]));
     }
-#pragma GCC unroll 3
+#pragma GCC unroll 4
     for (int r = 0; r < n; r++) {
       __m256i two = _mm256_set1_epi32((int)word32(x[r] + at + 2 * p));
 #pragma GCC unroll 2
@@ -313,11 +314,11 @@ INLINE void add_pairs(const m3_tile *t, int64_t pair, int count, const int16_t *
 /* n rows of activations with a tile. */
 INLINE void multiply_rows(const m3_tile_product *p, const m3_activations *a, int n, bool halved, bool minima,
                           float *acc) {
-  const int16_t *x[X_ROWS];
-  const float *scale[X_ROWS], *x_sum[X_ROWS];
-  __m256 total[X_ROWS][2];
+  const int16_t *x[LAST_ROWS];
+  const float *scale[LAST_ROWS], *x_sum[LAST_ROWS];
+  __m256 total[LAST_ROWS][2];
   int64_t first = p->first / M3_ACTIVATION_GROUP;
-#pragma GCC unroll 3
+#pragma GCC unroll 4
   for (int r = 0; r < n; r++) {
     x[r] = a[r].q + p->first;
     scale[r] = a[r].scale + first;
@@ -328,14 +329,14 @@ INLINE void multiply_rows(const m3_tile_product *p, const m3_activations *a, int
   for (int64_t g = 0; g < p->n / M3_ACTIVATION_GROUP; g++)
     for (int h = 0; h < (halved ? 2 : 1); h++) {
       int64_t group = halved ? 2 * g + h : g;
-      __m256i sum[X_ROWS][2];
+      __m256i sum[LAST_ROWS][2];
       if (halved) {
         add_pairs(p->tile, 16 * g + 4 * h, 4, x, 32 * g + 8 * h, n, true, sum);
         add_pairs(p->tile, 16 * g + 4 * h + 8, 4, x, 32 * g + 8 * h + 16, n, false, sum);
       } else {
         add_pairs(p->tile, 16 * g, 16, x, 32 * g, n, true, sum);
       }
-#pragma GCC unroll 3
+#pragma GCC unroll 4
       for (int r = 0; r < n; r++) {
         __m256 s = _mm256_broadcast_ss(scale[r] + g), m = minima ? _mm256_broadcast_ss(x_sum[r] + group) : s;
 #pragma GCC unroll 2
@@ -343,11 +344,11 @@ INLINE void multiply_rows(const m3_tile_product *p, const m3_activations *a, int
           __m256 y = add_scaled(total[r][k], sum[r][k], _mm256_load_ps(p->tile->scale[group] + 8 * k), s);
           total[r][k] = minima ? _mm256_fnmadd_ps(_mm256_load_ps(p->tile->min[group] + 8 * k), m, y) : y;
           /* Else the compiler keeps them in memory. */
-          __asm__("" : "+x"(total[r][k]));
+          if (n <= X_ROWS) __asm__("" : "+x"(total[r][k]));
         }
       }
     }
-#pragma GCC unroll 3
+#pragma GCC unroll 4
   for (int r = 0; r < n; r++)
     for (int k = 0; k < 2; k++) _mm256_storeu_ps(acc + r * M3_TILE_ROWS + 8 * k, total[r][k]);
 }
@@ -358,14 +359,15 @@ INLINE void multiply_kind(const m3_tile_product *p, bool halved, bool minima) {
   for (int64_t r = 0, n; r < p->n_x; r += n) {
     m3_fetch(&ahead, lines);
     int64_t left = p->n_x - r;
-    n = left == 4 ? 2 : left < X_ROWS ? left : X_ROWS; /* two and two are faster than three and one */
-    m3_activations a[X_ROWS];
+    n = left == LAST_ROWS || left < X_ROWS ? left : X_ROWS;
+    m3_activations a[LAST_ROWS];
     for (int64_t k = 0; k < n; k++) a[k] = m3_activations_of(p, r + k);
     float *acc = p->acc + r * M3_TILE_ROWS;
     switch (n) {
       case 1: multiply_rows(p, a, 1, halved, minima, acc); break;
       case 2: multiply_rows(p, a, 2, halved, minima, acc); break;
-      default: multiply_rows(p, a, 3, halved, minima, acc);
+      case 3: multiply_rows(p, a, 3, halved, minima, acc); break;
+      default: multiply_rows(p, a, 4, halved, minima, acc);
     }
   }
 }
