@@ -63,7 +63,7 @@ endif
 %/version.o: ISA := -DM3_VERSION_STRING='"$(VERSION)"'
 
 .PHONY: all native cuda cuda-check install demo test test-programs check-native test-gpu test-aarch64 test-lowest lint format oracle golden \
-  scale scale-check bench-convert bench-msa clean nano-data train-nano compare-nano evaluate-nano check-nano
+  scale scale-check bench-convert bench-msa bench-products bench-machine clean nano-data train-nano compare-nano evaluate-nano check-nano
 .SECONDARY:
 all: native
 
@@ -264,9 +264,17 @@ bench-convert: install $(if $(LLAMA),$(if $(filter $(REFERENCE_PY),$(TORCH)),$(R
 	PYTHONPATH=tests $(PY) tests/bench/convert.py --folder $(SCALE_FOLDER) \
 	  $(if $(LLAMA),--llama $(LLAMA) --script $(SCRIPT) --torch $(TORCH) --csv tests/bench/convert.csv)
 
-# Time of selection and attention of one layer.
+# Time of selection and attention of one layer, and of matrix products.
 bench-msa: build/release/bench/msa
 	@$<
+
+bench-products: build/release/bench/products
+	@$<
+
+# Time to the first token from a cold cache, and what more threads give. 4 GB of disk while its model is made.
+bench-machine: install
+	PYTHONPATH=tests $(PY) tests/bench/machine.py $(SCALE_FOLDER) --commit "$$(git rev-parse --short HEAD)" \
+	  --csv tests/bench/machine.csv
 
 build/release/bench/%: tests/bench/%.c $(C_TEST_HEADERS) $(OBJECTS)
 	@mkdir -p $(@D)
