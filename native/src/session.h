@@ -6,6 +6,7 @@
 
 #include "backend.h"
 #include "cache.h"
+#include "host_experts.h"
 #include "model.h"
 
 struct m3_session {
@@ -14,6 +15,7 @@ struct m3_session {
   m3_device_state *state;
   m3_cache cache;
   m3_scratch scratch;
+  m3_host_experts *host_experts; /* NULL: none of the window's experts are on the CPU beside a device */
   float *hidden;         /* [chunk, n_embd] on the backend */
   float *cos, *sin;      /* [chunk, n_rot / 2] */
   float *logits;         /* [logit_rows, n_vocab] on the backend */
@@ -37,6 +39,9 @@ struct m3_session {
 /* Tokens of a sequence from which the low-bit scan pays, as measured by tests/bench/msa.c; by itself
  * (M3_INDEX_SCAN_AUTO) it is used from there on. */
 #define M3_LOW_BIT_TOKENS 16384
+
+/* Rows evaluated together where nobody asks for another number. */
+#define M3_DEFAULT_CHUNK 512
 
 /* Rows whose logits are computed together: bounds the logits buffer for a large vocabulary. */
 #define M3_LOGIT_ROWS 32
