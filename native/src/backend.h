@@ -243,11 +243,11 @@ typedef struct m3_backend {
   m3_status (*weight_load)(void *dst, const void *src, uint64_t bytes, m3_error *err);
   void (*weight_free)(void *p);
 
-  /* Routed experts of a layer in host memory, between `router` and the next layer; NULL: they are always this backend's.
-   * host_alloc: zeroed host memory from and to which transfers do not keep the caller waiting. host_free waits for them,
-   * and takes NULL. send_rows: scratch normed, experts and weights of the chunk's rows on their way to `rows`, as the
-   * router left them. rows_sent: waits until they are there; false: the device failed, which `finish` tells.
-   * add_sums: hidden += sums, which must stay as they are until rows_sent of the next layer, or finish. */
+  /* Routed experts of a layer in host memory, between `router` and the next layer; NULL: they are always this
+   * backend's. host_alloc: zeroed host memory from and to which transfers do not keep the caller waiting. host_free
+   * waits for them, and takes NULL. send_rows: scratch normed, experts and weights of the chunk's rows on their way to
+   * `rows`, as the router left them. rows_sent: waits until they are there; false: the device failed, which `finish`
+   * tells. add_sums: hidden += sums, which must stay as they are until rows_sent of the next layer, or finish. */
   m3_status (*host_alloc)(uint64_t bytes, const char *purpose, void **out, m3_error *err);
   void (*host_free)(m3_device_state *state, void *p);
   void (*send_rows)(const m3_context *c, const m3_host_rows *rows);

@@ -1,4 +1,5 @@
-/* placement.h - where the routed experts of each layer are: on the device with the rest, or in host memory for the CPU. */
+/* placement.h - where the routed experts of each layer are: on the device with the rest, or in host memory for the CPU.
+ */
 #ifndef M3_SRC_PLACEMENT_H
 #define M3_SRC_PLACEMENT_H
 

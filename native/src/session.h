@@ -15,7 +15,6 @@ struct m3_session {
   m3_device_state *state;
   m3_cache cache;
   m3_scratch scratch;
-  m3_host_experts *host_experts; /* NULL: none of the window's experts are on the CPU beside a device */
   float *hidden;         /* [chunk, n_embd] on the backend */
   float *cos, *sin;      /* [chunk, n_rot / 2] */
   float *logits;         /* [logit_rows, n_vocab] on the backend */
@@ -34,6 +33,8 @@ struct m3_session {
   m3_input_sums *inputs; /* [layer_count][M3_INPUTS] places in sums; NULL when importance is not recorded */
   atomic_bool cancel;
   atomic_llong done, total;
+  /* NULL: none of the window's experts are on the CPU beside a device. */
+  m3_host_experts *host_experts;
 };
 
 /* Tokens of a sequence from which the low-bit scan pays, as measured by tests/bench/msa.c; by itself

@@ -158,8 +158,8 @@ class Model:
     path: as for `GGUF`, mapped read-only. device: "cpu", "cuda", or "auto": the GPU if library, driver and machine have
     what it needs. isa: instruction set of the CPU kernels. mmap: the CPU uses the weights where the file is mapped; if
     False, `load` or the first session reads them into memory. experts_on: where a model on a GPU computes its routed
-    experts: "gpu"; "cpu", from the mapped file; "auto": layer by layer on the GPU as far as `place` or the first session
-    finds room. InputError names what is wrong with the file, MachineError what a device lacks.
+    experts: "gpu"; "cpu", from the mapped file; "auto": layer by layer on the GPU as far as `place` or the first
+    session finds room. InputError names what is wrong with the file, MachineError what a device lacks.
     """
 
     def __init__(

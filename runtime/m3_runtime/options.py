@@ -57,8 +57,8 @@ ExpertsOn: TypeAlias = Annotated[
         "--experts-on",
         metavar="|".join(EXPERTS_ON),
         callback=one_of(EXPERTS_ON),
-        help="With a GPU: where the routed experts are computed, which are nearly all of the weights. cpu leaves them in "
-        "the file; auto takes as many layers of them to the GPU as its memory holds.",
+        help="With a GPU: where the routed experts are computed, which are nearly all of the weights. cpu leaves them "
+        "in the file; auto takes as many layers of them to the GPU as its memory holds.",
     ),
 ]
 Isa: TypeAlias = Annotated[

@@ -57,7 +57,8 @@ class Plan:
             return
         if self.needed_bytes > self.free_bytes:
             raise MachineError(
-                f"not enough memory on {self.device_name}: {format_bytes(self.needed_bytes)} are needed ({self._parts()}), "
+                f"not enough memory on {self.device_name}: {format_bytes(self.needed_bytes)} are needed "
+                f"({self._parts()}), "
                 f"{format_bytes(self.free_bytes)} of {format_bytes(self.total_bytes)} are free; {self._advice()}"
             )
         if room is not None and self.host_bytes > room:

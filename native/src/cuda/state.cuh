@@ -73,7 +73,7 @@ struct m3_device_state {
   int64_t attention_floats;
   m3_hopper hopper;
   void *hopper_work;
-  m3_replays *replays; /* steps that were kept, see replay.cu */
+  m3_replays *replays;   /* steps that were kept, see replay.cu */
   cudaEvent_t rows_sent; /* rows whose experts the CPU computes are in its memory, see host_experts.cu */
 };
 
