@@ -187,10 +187,12 @@ GPU_TESTS := $(addprefix build/release/tests/,test_ops test_session test_hopper 
 test-gpu: install $(GPU_TESTS)
 	@$(if $(CUDA),,echo "test-gpu: run make cuda first" >&2; exit 1)
 	@for t in $(GPU_TESTS); do echo "== $$t cuda"; $$t cuda || exit 1; done
-	$(VENV)/bin/pytest tests/golden --device cuda
+	build/release/tests/test_session cuda experts
+	$(VENV)/bin/pytest tests/golden tests/runtime/test_experts_on.py --device cuda
 	compute-sanitizer --tool memcheck --error-exitcode 1 build/release/tests/test_ops cuda few
 	compute-sanitizer --tool racecheck --error-exitcode 1 build/release/tests/test_ops cuda few
 	compute-sanitizer --tool memcheck --error-exitcode 1 build/release/tests/test_session cuda
+	compute-sanitizer --tool memcheck --error-exitcode 1 build/release/tests/test_session cuda experts
 	compute-sanitizer --tool memcheck --error-exitcode 1 build/release/tests/test_hopper cuda few
 
 # pytest with the lowest versions of the dependencies, in an environment of its own.

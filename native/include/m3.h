@@ -127,6 +127,16 @@ typedef enum m3_load {
   M3_LOAD_READ = 1 /* in memory of the process, where m3_model_load reads them to */
 } m3_load;
 
+/* Where the routed experts of a model on a GPU are computed. On the CPU: by the operation of the CPU backend, with its
+ * rounding, from the mapped file or the data that was bound; nothing of them is copied or pinned. What travels, through
+ * pinned memory, is for each row of a chunk its normed state down and the sum of its experts up, which is added behind
+ * the shared expert, on which the GPU works meanwhile. */
+typedef enum m3_experts_on {
+  M3_EXPERTS_AUTO = 0, /* layer by layer on the GPU as far as its memory allows, see m3_model_place */
+  M3_EXPERTS_GPU = 1,  /* what AUTO is for a header */
+  M3_EXPERTS_CPU = 2
+} m3_experts_on;
+
 typedef enum m3_attention {
   M3_ATTENTION_SPARSE = 0, /* what the model was trained for */
   M3_ATTENTION_DENSE = 1   /* every layer reads every visible token: out of distribution for the sparse layers */
@@ -324,6 +334,7 @@ typedef struct m3_model_options {
   int32_t device; /* an m3_device; AUTO is the GPU where library, driver and machine have what it needs, else the CPU */
   int32_t isa;    /* an m3_isa; one that the machine lacks is M3_ERROR_UNSUPPORTED */
   int32_t load;   /* an m3_load; READ is M3_ERROR_ARGUMENT for a header, and for a GPU, which has a copy anyway */
+  int32_t experts_on; /* an m3_experts_on; GPU is M3_ERROR_ARGUMENT for a model on the CPU */
 } m3_model_options;
 
 /* Opens a GGUF file and binds every weight to its mapping. options may be NULL. Refused by name: another
@@ -426,9 +437,10 @@ typedef struct m3_session_options {
                         * M3_ERROR_CONTEXT and takes none */
 } m3_session_options;
 
-/* Bytes that a session takes, on the model's device. Address space is reserved when the session opens; cache pages cost
- * memory when first written. What an eval records comes on top, in each sparse layer: n_tokens * 4 * (n_index_head *
- * top_k for blocks, n_index_head * number of blocks for scores, n_head * top_k for masses). */
+/* Bytes that a session takes, on the model's device (m3_plan has those of the computer beside a GPU). Address space is
+ * reserved when the session opens; cache pages cost memory when first written. What an eval records comes on top, in
+ * each sparse layer: n_tokens * 4 * (n_index_head * top_k for blocks, n_index_head * number of blocks for scores,
+ * n_head * top_k for masses). */
 typedef struct m3_memory {
   uint64_t kv_bytes;
   uint64_t index_bytes;   /* with low-bit copies, if the session keeps them */
@@ -438,6 +450,36 @@ typedef struct m3_memory {
 
 /* What m3_session_open would take. */
 m3_status m3_session_memory(const m3_model *model, const m3_session_options *options, m3_memory *out, m3_error *err);
+
+/* What a session would need, and where, its weights included. On a GPU it fits if weight_bytes + expert_bytes -
+ * loaded_bytes + kv_bytes + index_bytes + scratch_bytes are no more than free_bytes. */
+typedef struct m3_plan {
+  uint64_t weight_bytes;     /* of the window, on the device, without routed experts; on the CPU in the file or read */
+  uint64_t expert_bytes;     /* routed experts on the device; on the CPU likewise */
+  uint64_t cpu_expert_bytes; /* routed experts that a model on a GPU computes on the CPU: they stay in the file */
+  uint64_t loaded_bytes;     /* of weight_bytes and expert_bytes: on the GPU already */
+  uint64_t kv_bytes, index_bytes, scratch_bytes; /* as in m3_memory */
+  uint64_t host_bytes;              /* of the computer's memory for work on cpu_expert_bytes, 0 without them */
+  uint64_t pinned_bytes;            /* of host_bytes: 8 * chunk * (n_embd + n_expert_used), rounded up */
+  int32_t expert_layers;            /* of the window, that have experts */
+  int32_t cpu_expert_layers;        /* of these: computed on the CPU by a model on a GPU */
+  uint64_t free_bytes, total_bytes; /* as from m3_model_device_memory */
+} m3_plan;
+
+/* The plan of m3_session_open. As long as nothing is placed, with M3_EXPERTS_AUTO, as m3_model_place would place.
+ * Weights of a header-only model, which are brought when they are bound, count as on the GPU already. */
+m3_status m3_session_plan(const m3_model *model, const m3_session_options *options, m3_plan *out, m3_error *err);
+
+/* Decides where the experts of a model on a GPU are that was opened with M3_EXPERTS_AUTO: beside the other weights of
+ * the session and what it takes itself, and a margin of 1/32 of the GPU's memory, at most 2 GiB, the experts of as many
+ * whole layers as fit go to the GPU, from the session's first layer on; those of its other layers stay on the CPU. What
+ * fits as a whole, without a margin, is not split. The first call decides, later ones change nothing, and
+ * m3_session_open calls it. m3_model_load without a call before brings all experts to the GPU. */
+m3_status m3_model_place(m3_model *model, const m3_session_options *options, m3_error *err);
+
+/* Where a model computes the routed experts of a layer: M3_EXPERTS_GPU, M3_EXPERTS_CPU; M3_EXPERTS_AUTO where that is
+ * not decided, in layers without experts, and if layer is out of range. */
+int32_t m3_model_experts_on(const m3_model *model, int32_t layer);
 
 /* Writes which kernels select blocks and attend in such a session to `out` (n_bytes, cut if it is longer): on a GPU
  * "hopper", or "plain (WHY)", or what of it is plain; nothing where there is one way only, as on the CPU. */
@@ -486,7 +528,7 @@ typedef struct m3_batch {
 m3_status m3_session_eval(m3_session *session, const m3_batch *batch, m3_error *err);
 
 /* Asks a running eval to stop (M3_ERROR_CANCELLED) within about one layer of one chunk; on a GPU, within what remains
- * of the chunk. No effect otherwise. */
+ * of the chunk, or up to the next layer with experts on the CPU. No effect otherwise. */
 void m3_session_cancel(m3_session *session);
 
 /* Row-layers done and in all of the running eval (or the last one); both 0 before the first. */

@@ -102,7 +102,12 @@ static m3_status feed_forward(m3_session *s, const m3_context *c, int32_t layer,
     return M3_OK;
   }
   if (!b->router(c, &p)) return not_finite(s, layer, M3_PART_ROUTER, err);
-  m3_page_in(s->model, p.layer, s->scratch.experts, (int64_t)n * s->model->hparams.n_expert_used);
+  if (p.layer->host_experts) {
+    m3_host_experts_run(s->host_experts, c, &p);
+    return M3_OK;
+  }
+  /* On a device the ids are not to be read, and nothing is in a file any more. */
+  if (!b->weight_load) m3_page_in(s->model, p.layer, s->scratch.experts, (int64_t)n * s->model->hparams.n_expert_used);
   b->experts(c, &p);
   return M3_OK;
 }
@@ -202,9 +207,11 @@ static void write_hidden(m3_session *s, const m3_batch *batch, int64_t first, in
 }
 
 /* Whether the chunk is a step of decoding, which a backend may replay: token ids in, one row a sequence, each the one
- * that its span wants, and nothing given or recorded. `place`: of the first row's output. */
+ * that its span wants, and nothing given or recorded. Experts on the CPU are no operation of the backend: with them the
+ * others are called one by one. `place`: of the first row's output. */
 static bool is_step(const m3_session *s, const m3_batch *batch, const m3_rows *rows, int64_t first, int64_t *place) {
-  if (!s->model->backend->replay || !rows->ids || batch->blocks || s->options.record || rows->n > M3_LOGIT_ROWS)
+  if (!s->model->backend->replay || s->host_experts || !rows->ids || batch->blocks || s->options.record ||
+      rows->n > M3_LOGIT_ROWS)
     return false;
   int64_t end = 0;
   int32_t span = 0;

@@ -5,11 +5,11 @@
 #include <string.h>
 
 #include "importance.h"
+#include "placement.h"
 #include "quant/traits.h"
 #include "threads.h"
 #include "weights.h"
 
-#define DEFAULT_CHUNK 512
 #define MAX_CHUNK 65536
 
 /* ---------------------------------------------------------------------------------------------- options */
@@ -45,7 +45,7 @@ static m3_status complete_options(const m3_model *m, const m3_session_options *i
         in ? in->struct_size : 0, sizeof *in);
   *o = *in;
   if (o->sequences == 0) o->sequences = 1;
-  if (o->chunk == 0) o->chunk = DEFAULT_CHUNK;
+  if (o->chunk == 0) o->chunk = M3_DEFAULT_CHUNK;
   if (o->layer_count == 0) o->layer_count = m->hparams.n_layer - o->layer_first;
   m3_status status = m3_check_range("sequences", o->sequences, 1, M3_MAX_SEQUENCES, err);
   if (!status) status = m3_check_range("context", o->context, 1, M3_MAX_CONTEXT, err);
@@ -272,11 +272,14 @@ m3_status m3_session_open(m3_model *m, const m3_session_options *options, m3_ses
   s->block_scores = calloc(records, sizeof *s->block_scores);
   s->masses = calloc(records, sizeof *s->masses);
   if (!s->blocks || !s->block_scores || !s->masses) status = m3_fail_memory(err, records * 24, "a session");
+  if (!status) status = m3_model_place(m, &o, err);
   if (!status) status = check_fits(m, &o, err);
   if (!status) status = m3_model_load(m, o.layer_first, o.layer_count, err);
   m3_state_params state = state_params(m, &o);
   if (!status) status = m->backend->open(&state, &s->state, err);
   if (!status) status = alloc_buffers(s, err);
+  if (!status && m3_any_on_host(m, o.layer_first, o.layer_count))
+    status = m3_host_experts_open(m, &o, s->state, &s->host_experts, err);
   if (!status && s->inputs) m3_importance_lay_out(&m->hparams, o.layer_first, o.layer_count, s->sums, s->inputs);
   m3_cache_options c = cache_options(m, &o);
   c.state = s->state;
@@ -305,6 +308,7 @@ void m3_session_close(m3_session *s) {
   free(s->masses);
   m3_cache_close(&s->cache);
   free_buffers(s);
+  m3_host_experts_close(s->host_experts);
   s->model->backend->close(s->state);
   free(s);
 }

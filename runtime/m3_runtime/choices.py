@@ -6,6 +6,7 @@ from typing import Final
 from m3_runtime.errors import InputError
 
 DEVICES: Final = ("auto", "cpu", "cuda")
+EXPERTS_ON: Final = ("auto", "gpu", "cpu")
 ISAS: Final = ("auto", "scalar", "avx2", "avx512", "neon")
 ATTENTIONS: Final = ("sparse", "dense")
 INDEX_SCANS: Final = ("auto", "full", "low_bit")

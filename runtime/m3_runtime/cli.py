@@ -11,7 +11,19 @@ import typer
 from m3_runtime.choices import OnFull
 from m3_runtime.command import guarded, new_app, run
 from m3_runtime.errors import InputError
-from m3_runtime.options import Attention, Device, Exact, IndexScan, IndexType, Isa, KvType, NoMmap, Threads, Version
+from m3_runtime.options import (
+    Attention,
+    Device,
+    Exact,
+    ExpertsOn,
+    IndexScan,
+    IndexType,
+    Isa,
+    KvType,
+    NoMmap,
+    Threads,
+    Version,
+)
 from m3_runtime.text import invalid_utf8
 
 NAME = "m3-run"
@@ -74,9 +86,22 @@ def run_command(
         ),
     ] = None,
     device: Device = "auto",
+    experts_on: ExpertsOn = "auto",
+    plan: Annotated[
+        bool,
+        typer.Option(
+            "--plan",
+            "--dry-run",
+            help="Print what the run would take of each device, weights, experts and session, and end without loading "
+            "anything. Exit code 4 if it does not fit.",
+        ),
+    ] = False,
     threads: Threads = 0,
     as_json: Annotated[
-        bool, typer.Option("--json", help="With -p or -f: print one JSON object with answer, timings and memory.")
+        bool,
+        typer.Option(
+            "--json", help="With -p, -f or --plan: print one JSON object with answer, timings and memory, or the plan."
+        ),
     ] = False,
     system: Annotated[
         str | None, typer.Option("--system", metavar="TEXT", help="System message in front of the conversation.")
@@ -175,7 +200,7 @@ def run_command(
     }
     text = _prompt_text(prompt, file, raw)
     if text is None:
-        _refuse("needs a prompt: -p or -f", {"--json": as_json, "--raw": raw})
+        _refuse("needs a prompt: -p or -f", {"--json": as_json and not plan, "--raw": raw})
     if raw:
         needs = "needs the chat template, which --raw leaves out"
         _refuse(needs, {"--system": system is not None, "--thinking": thinking is not None})
@@ -212,6 +237,8 @@ def run_command(
         index_scan=index_scan,
         exact=exact,
         mmap=not no_mmap,
+        experts_on=experts_on,
+        plan_only=plan,
     )
     return run_model(options)
 

@@ -19,15 +19,16 @@ from typing import Any, Literal, Self, TypeAlias, TypedDict, Unpack
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from m3_runtime.choices import ATTENTIONS, DEVICES, INDEX_SCANS, ISAS, chosen
+from m3_runtime.choices import ATTENTIONS, DEVICES, EXPERTS_ON, INDEX_SCANS, ISAS, chosen
 from m3_runtime.errors import CancelledError, InputError, MachineError
 from m3_runtime.gguf_reader import GGUF, Tensor
 from m3_runtime.interrupts import HeldSignals, hold_signals
 from m3_runtime.model_digest import model_digest
 from m3_runtime.native import call, ffi, lib, size_of, text
+from m3_runtime.placement import Plan
 from m3_runtime.quantize import TensorType, type_name
 
-__all__ = ["GGUF", "Hparams", "Memory", "Model", "Session", "SessionOptions", "Tensor"]
+__all__ = ["GGUF", "Hparams", "Memory", "Model", "Plan", "Session", "SessionOptions", "Tensor"]
 
 Floats: TypeAlias = NDArray[np.float32]
 Progress: TypeAlias = Callable[[int, int], None]  #: called with row-layers done and in all
@@ -39,6 +40,7 @@ def _numbers(names: Sequence[str], kind: str) -> dict[str, int]:
 
 
 _DEVICES = _numbers(DEVICES, "DEVICE")
+_EXPERTS_ON = _numbers(EXPERTS_ON, "EXPERTS")
 _ISAS = _numbers(ISAS, "ISA")
 _ATTENTION = _numbers(ATTENTIONS, "ATTENTION")
 _INDEX_SCAN = _numbers(INDEX_SCANS, "INDEX_SCAN")
@@ -159,39 +161,49 @@ class Model:
 
     path: as for `GGUF`, mapped read-only. device: "cpu", "cuda", or "auto": the GPU if library, driver and machine have
     what it needs. isa: instruction set of the CPU kernels. mmap: the CPU uses the weights where the file is mapped; if
-    False, `load` or the first session reads them into memory. InputError names what is wrong with the file,
-    MachineError what a device lacks.
+    False, `load` or the first session reads them into memory. experts_on: where a model on a GPU computes its routed
+    experts: "gpu"; "cpu", from the mapped file; "auto": layer by layer on the GPU as far as `place` or the first
+    session finds room. InputError names what is wrong with the file, MachineError what a device lacks.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], *, device: str = "auto", isa: str = "auto", mmap: bool = True
+        self,
+        path: str | os.PathLike[str],
+        *,
+        device: str = "auto",
+        isa: str = "auto",
+        mmap: bool = True,
+        experts_on: str = "auto",
     ) -> None:
         out = ffi.new("m3_model **")
-        call(lib.m3_model_open, os.fsencode(path), self._options(device, isa, mmap), out)
+        call(lib.m3_model_open, os.fsencode(path), self._options(device, isa, experts_on, mmap), out)
         self.mmap = mmap
         self._take(out[0], os.fspath(path))
 
     @classmethod
-    def from_header(cls, header: bytes, name: str, *, device: str = "auto", isa: str = "auto") -> Self:
+    def from_header(
+        cls, header: bytes, name: str, *, device: str = "auto", isa: str = "auto", experts_on: str = "auto"
+    ) -> Self:
         """A model that knows shapes and types but has no data: `bind` gives it some, a layer at a time.
 
-        header: a GGUF header without tensor data. name: stands for the file in messages.
+        header: a GGUF header without tensor data. name: stands for the file in messages. experts_on: "auto" is "gpu".
         """
         self = cls.__new__(cls)
         self.mmap = True
         out = ffi.new("m3_model **")
-        options = cls._options(device, isa)
+        options = cls._options(device, isa, experts_on)
         call(lib.m3_model_open_header, header, len(header), os.fsencode(name), options, out)
         self._take(out[0], name)
         return self
 
     @staticmethod
-    def _options(device: str, isa: str, mmap: bool = True) -> Any:
+    def _options(device: str, isa: str, experts_on: str, mmap: bool = True) -> Any:
         options = ffi.new("m3_model_options *")
         options.struct_size = size_of("m3_model_options")
         options.device = _choose(_DEVICES, device, "device")
         options.isa = _choose(_ISAS, isa, "isa")
         options.load = _LOADS[mmap]
+        options.experts_on = _choose(_EXPERTS_ON, experts_on, "experts_on")
         return options
 
     def _take(self, pointer: Any, path: str) -> None:
@@ -273,6 +285,8 @@ class Model:
     def load(self, *, progress: Progress | None = None) -> None:
         """Brings the weights of all layers to the GPU, or without mmap to memory, as the first session would.
 
+        Experts that `place` left to the CPU stay in the file.
+
         progress: called with bytes brought and in all. Ctrl-C stops it. MachineError if they do not fit.
         """
         pointer = self._open_pointer()
@@ -302,6 +316,41 @@ class Model:
         out = ffi.new("m3_memory *")
         call(lib.m3_session_memory, self._open_pointer(), _session_options(options), out)
         return Memory(out.kv_bytes, out.index_bytes, out.scratch_bytes)
+
+    def plan(self, **options: Unpack[SessionOptions]) -> Plan:
+        """What a session with these options would need on each device, weights included."""
+        out = ffi.new("m3_plan *")
+        call(lib.m3_session_plan, self._open_pointer(), _session_options(options), out)
+        return Plan(
+            device=self.backend_name,
+            device_name=self.device_name,
+            weights_bytes=out.weight_bytes,
+            experts_bytes=out.expert_bytes,
+            cpu_experts_bytes=out.cpu_expert_bytes,
+            loaded_bytes=out.loaded_bytes,
+            kv_bytes=out.kv_bytes,
+            index_bytes=out.index_bytes,
+            scratch_bytes=out.scratch_bytes,
+            host_bytes=out.host_bytes,
+            pinned_bytes=out.pinned_bytes,
+            expert_layers=out.expert_layers,
+            cpu_expert_layers=out.cpu_expert_layers,
+            free_bytes=out.free_bytes if out.total_bytes else None,
+            total_bytes=out.total_bytes if out.total_bytes else None,
+            mapped=self.mmap,
+        )
+
+    def place(self, **options: Unpack[SessionOptions]) -> None:
+        """Decides where experts are computed as `plan` says for a session with these options, and for good.
+
+        The first session does it too; `load` without a session or a call of this brings all experts to the GPU.
+        """
+        call(lib.m3_model_place, self._open_pointer(), _session_options(options))
+
+    def experts_on(self, layer: int) -> str | None:
+        """Where the routed experts of a layer are computed: "gpu" or "cpu"; None if undecided or in a dense layer."""
+        number = lib.m3_model_experts_on(self._open_pointer(), layer)
+        return None if number == lib.M3_EXPERTS_AUTO else next(k for k, v in _EXPERTS_ON.items() if v == number)
 
     def msa(self, **options: Unpack[SessionOptions]) -> str:
         """Which kernels select blocks and attend in such a session on a GPU: "hopper", or what is plain and why.
