@@ -38,7 +38,7 @@ extern "C" {
 
 /* [declarations] The part down to [end of declarations] is free of macros and is read by cffi as it stands. */
 
-#define M3_ABI_VERSION 8
+#define M3_ABI_VERSION 9
 
 /* Limits. A file or an option beyond them is refused by name. */
 #define M3_MAX_LAYERS 1024
@@ -411,6 +411,9 @@ typedef struct m3_session_options {
   uint32_t record;     /* M3_RECORD_ bits */
   uint32_t flags;      /* M3_SESSION_ bits */
   uint64_t page_seed;  /* 0: pages are taken in order; else in an order shuffled by it. The result is the same */
+  int64_t pages;       /* of the pool that all sequences share, see m3_session_pages; 0: enough for every sequence to
+                        * be full, which is the most. With fewer, an eval or a drop that finds too few free ones is
+                        * M3_ERROR_CONTEXT and takes none */
 } m3_session_options;
 
 /* Bytes that a session takes, on the model's device. Address space is reserved when the session opens; cache pages cost
@@ -532,8 +535,39 @@ m3_status m3_session_importance(const m3_session *session, const char *tensor, c
  * exactly; counted once a row and layer. Both 0 while no scan was low-bit. */
 void m3_session_scan(const m3_session *session, int64_t *bounded, int64_t *rescored);
 
-/* Pages in use and in all (a page holds block_size tokens of every layer of the window). */
+/* Pages in use and in all (a page holds block_size tokens of every layer of the window). One that several sequences
+ * share counts once. */
 void m3_session_pages(const m3_session *session, int64_t *used, int64_t *total);
+
+/* Drops blocks [first_block, first_block + n_blocks) of a sequence, which must be full, and moves the tokens behind
+ * them down by n_blocks * block_size positions. Their cached keys and index keys turn to the new positions: each by the
+ * difference of the angles, as float32, that the model gives to the two positions. Pages that other sequences share are
+ * copied first; M3_ERROR_CONTEXT where the pool is short of them. On an error nothing has changed (but for
+ * M3_ERROR_DEVICE, after which the session is of no use).
+ *
+ * What this gives: in an F32 cache every key is the one that its token would have at the new position, as far as
+ * float32 rounds (some 1e-7 of its length for each drop); in other types it is rounded to the type once more, Q8_0 and
+ * Q4_0 in the blocks of 32 that have channels that turn. Other channels and values keep their bits. Selection and
+ * attention are those of the cache as it then is.
+ * What it cannot give: keys and values of all layers but the first were computed from rows that had read the dropped
+ * text, and stay so. The sequence is not what an evaluation of its remaining tokens alone would make; one that shall be
+ * is evaluated again. */
+m3_status m3_session_drop(m3_session *session, int32_t seq, int64_t first_block, int64_t n_blocks, m3_error *err);
+
+/* Bytes of an exported page: for each layer of the window K and V [n_head_kv, block_size, head_dim] in kv_type and, in
+ * a layer that selects, the index keys [block_size, index_dim] in index_type, one after the other without gaps. The
+ * same on every backend. */
+uint64_t m3_session_page_bytes(const m3_session *session);
+
+/* Writes a block of a sequence, its last one too, to dst. Rows that no token of the sequence stands in are zero. */
+m3_status m3_session_export(m3_session *session, int32_t seq, int64_t block, void *dst, uint64_t n_bytes,
+                            m3_error *err);
+
+/* Appends a page that was exported from a session of the same model, types and layers to a sequence whose length is a
+ * whole number of blocks: its first n_tokens (1 to block_size) tokens. Nothing tells whether the bytes are such a page;
+ * numbers that are none show in an eval (M3_ERROR_NOT_FINITE). On an error nothing has changed, but as for drop. */
+m3_status m3_session_import(m3_session *session, int32_t seq, int32_t n_tokens, const void *src, uint64_t n_bytes,
+                            m3_error *err);
 
 /* [end of declarations] */
 

@@ -200,6 +200,14 @@ typedef struct m3_head_input_params {
   int32_t n;           /* up to a chunk */
 } m3_head_input_params;
 
+/* Keys and index keys of tokens that are cached already, the rows of the chunk: each is read, turned by the angles of
+ * the rows' cos and sin as RoPE does, and stored again in its type; channels (of block types whole blocks) that do not
+ * turn, and values, keep their bits. Low-bit copies are made again. */
+typedef struct m3_rotate_params {
+  const m3_rows *rows;
+  m3_layer_cache cache;
+} m3_rotate_params;
+
 /* Bytes [offset, offset + bytes) of an array of pages. */
 typedef struct m3_page_params {
   void *pages;
@@ -265,6 +273,9 @@ typedef struct m3_backend {
 
   void (*embed)(const m3_context *c, const m3_embed_params *p);
   void (*prepare)(const m3_context *c, const m3_prepare_params *p);
+  void (*rotate)(const m3_context *c, const m3_rotate_params *p);
+  void (*low_bit)(const m3_context *c, const m3_rows *rows, m3_layer_cache cache); /* copies of index keys, again; NULL
+                                                                                      where there are none */
   bool (*select)(const m3_context *c, const m3_select_params *p); /* false: a score is not finite, M3_PART_SCORES */
   void (*attend)(const m3_context *c, const m3_attend_params *p);
   void (*output)(const m3_context *c, const m3_output_params *p);

@@ -7,18 +7,16 @@
 #include <string.h>
 
 #include "paging.h"
+#include "rope.h"
 #include "session.h"
 
-/* Angles as the reference computes them: the frequency and its product with the position are rounded to float32.
- * At a million tokens that rounding is visible in the result, so it belongs to the model. */
 static void fill_rope(m3_session *s, int32_t n) {
   const m3_hparams *h = &s->model->hparams;
   int32_t half = h->n_rot / 2;
   for (int32_t i = 0; i < half; i++) {
-    float exponent = (float)(2 * i) / (float)h->n_rot;
-    float frequency = 1.0f / powf(h->rope_theta, exponent);
+    float frequency = m3_rope_frequency(h, i);
     for (int32_t r = 0; r < n; r++) {
-      float angle = (float)s->row_pos[r] * frequency;
+      float angle = m3_rope_angle(frequency, s->row_pos[r]);
       s->cos[r * half + i] = (float)cos((double)angle);
       s->sin[r * half + i] = (float)sin((double)angle);
     }

@@ -41,6 +41,9 @@ struct m3_session {
 /* Rows whose logits are computed together: bounds the logits buffer for a large vocabulary. */
 #define M3_LOGIT_ROWS 32
 
+/* M3_ERROR_ARGUMENT unless low <= value <= high. */
+m3_status m3_check_range(const char *option, int64_t value, int64_t low, int64_t high, m3_error *err);
+
 /* Runs the layers over one chunk: rows [first, first + n) of the batch, whose places are in row_seq and row_pos, with
  * their pages reserved. Writes out as the batch asks. */
 m3_status m3_forward_chunk(m3_session *session, const m3_batch *batch, int64_t first, int32_t n, m3_error *err);

@@ -8,6 +8,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from m3_runtime.choices import OnFull
 from m3_runtime.command import guarded, new_app, run
 from m3_runtime.errors import InputError
 from m3_runtime.options import Attention, Device, Exact, IndexScan, IndexType, Isa, KvType, NoMmap, Threads, Version
@@ -90,6 +91,27 @@ def run_command(
             help="Think before every answer, never, or when the model sees fit. Without it the chat template decides.",
         ),
     ] = None,
+    on_full: Annotated[
+        OnFull,
+        typer.Option(
+            "--on-full",
+            help="When the context is full: stop ends the answer and refuses messages that do not fit; shift drops the "
+            "oldest whole blocks behind the system message, and says so.",
+        ),
+    ] = OnFull.STOP,
+    keep: Annotated[
+        int | None,
+        typer.Option(
+            "--keep",
+            metavar="N",
+            min=0,
+            help="With --on-full shift: never drop the first N tokens, rounded up to whole blocks. The system message "
+            "is kept in any case.",
+        ),
+    ] = None,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="In the chat on a terminal: show answers as they are, not as Markdown.")
+    ] = False,
     temperature: Annotated[
         float | None,
         typer.Option(
@@ -157,6 +179,10 @@ def run_command(
     if raw:
         needs = "needs the chat template, which --raw leaves out"
         _refuse(needs, {"--system": system is not None, "--thinking": thinking is not None})
+    if on_full is OnFull.STOP:
+        _refuse("needs --on-full shift", {"--keep": keep is not None})
+    if text is not None:
+        _refuse("is for the chat, without -p and -f", {"--plain": plain})
     if require_sparse and attention == "dense":
         raise InputError("--require-sparse: the run would be dense, because of --attention dense")
     # Here, so that an engine that cannot be loaded is an error of the command like any other.
@@ -174,6 +200,9 @@ def run_command(
         system=system,
         raw=raw,
         thinking=thinking and thinking.value,
+        on_full=on_full,
+        keep=keep or 0,
+        plain=plain,
         sampling={name: value for name, value in sampling.items() if value is not None},
         seed=seed,
         attention=attention,

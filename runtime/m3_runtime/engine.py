@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import cached_property
 from types import TracebackType
 from typing import Any, Literal, Self, TypeAlias, TypedDict, Unpack
 
@@ -22,6 +23,7 @@ from m3_runtime.choices import ATTENTIONS, DEVICES, INDEX_SCANS, ISAS, chosen
 from m3_runtime.errors import CancelledError, InputError, MachineError
 from m3_runtime.gguf_reader import GGUF, Tensor
 from m3_runtime.interrupts import HeldSignals, hold_signals
+from m3_runtime.model_digest import model_digest
 from m3_runtime.native import call, ffi, lib, size_of, text
 from m3_runtime.quantize import TensorType, type_name
 
@@ -116,6 +118,7 @@ class SessionOptions(TypedDict, total=False):
     record: Sequence[str]  #: any of "blocks", "scores", "importance", "mass"
     poison: bool  #: fill fresh pages with NaN (for tests)
     page_seed: int  #: take pages in shuffled order (for tests)
+    pages: int  #: of the pool that the sequences share, 0 (default): enough for all to be full, which is the most
 
 
 def _session_options(options: SessionOptions) -> Any:
@@ -132,6 +135,7 @@ def _session_options(options: SessionOptions) -> Any:
         o.chunk = options.get("chunk", 0)
         o.layer_first, o.layer_count = first, count
         o.page_seed = options.get("page_seed", 0)
+        o.pages = options.get("pages", 0)
     except (OverflowError, TypeError) as error:
         raise InputError(f"a session option is not a number of its range: {error}") from None
     o.kv_type = TensorType.parse(options.get("kv_type", "f16"))
@@ -209,6 +213,11 @@ class Model:
         self.backend_name = text(lib.m3_model_backend_name(pointer))  #: "cpu" or "cuda"
         self.device_name = text(lib.m3_model_device_name(pointer))  #: of the GPU, or the instruction set
         self.isa_name = text(lib.m3_model_isa_name(pointer))
+
+    @cached_property
+    def digest(self) -> str:
+        """Tells this model from others; see `model_digest`."""
+        return model_digest(self.gguf)
 
     @property
     def weight_bytes(self) -> int:
@@ -342,6 +351,8 @@ class Session:
         self._pointer = out[0]
         self._model = model
         self._window_first = (options.get("layers") or (0, 0))[0]
+        self._shifted: dict[int, int] = {}
+        self.options: SessionOptions = options.copy()  #: what it was opened with
         self._rows = 0
         self._caller = threading.Lock()
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="m3-session")
@@ -413,7 +424,7 @@ class Session:
                 self._drain(future)
                 for seq, length in before:
                     if lib.m3_session_length(pointer, seq) > length:
-                        call(lib.m3_session_rewind, pointer, seq, length)
+                        self._rewind(length, seq)
                 raise
         self._rows = n
         return out
@@ -495,12 +506,80 @@ class Session:
     def rewind(self, length: int, seq: int = 0) -> None:
         """Keeps the first `length` tokens."""
         with self._exclusively():
-            call(lib.m3_session_rewind, self._open_pointer(), seq, length)
+            self._rewind(length, seq)
+
+    def _rewind(self, length: int, seq: int) -> None:
+        call(lib.m3_session_rewind, self._open_pointer(), seq, length)
+        if length <= self._shifted.get(seq, length):
+            self._shifted.pop(seq, None)
 
     def fork(self, src: int, dst: int) -> None:
         """Makes dst a copy of src that shares its pages until one of them writes."""
         with self._exclusively():
             call(lib.m3_session_fork, self._open_pointer(), src, dst)
+            self._shifted.pop(dst, None)
+            if src in self._shifted:
+                self._shifted[dst] = self._shifted[src]
+
+    def drop(self, first_block: int, n_blocks: int, seq: int = 0) -> None:
+        """Drops whole blocks and moves what stands behind them down, with its keys turned to the new positions.
+
+        What a shift gives and what it cannot give is said in m3.h. ContextError if the pool has too few pages to copy
+        shared ones to. See `shifted_from`.
+        """
+        with self._exclusively():
+            pointer = self._open_pointer()
+            block_size = self._model.hparams.block_size
+            # On the session's thread, whose OpenMP threads are there.
+            self._worker.submit(call, lib.m3_session_drop, pointer, seq, first_block, n_blocks).result()
+            first = first_block * block_size
+            if first < lib.m3_session_length(pointer, seq):
+                self._shifted[seq] = min(first, self._shifted.get(seq, first))
+            else:
+                self._rewind(first, seq)
+
+    def shifted_from(self, seq: int = 0) -> int | None:
+        """Position of the first token whose keys and values were computed when text that was dropped stood before it.
+
+        None if there is none: then the sequence is what an evaluation of its tokens gives. What is to be reused as the
+        prefix of another text ends before it.
+        """
+        self.length(seq)
+        return self._shifted.get(seq)
+
+    @property
+    def model(self) -> Model:
+        return self._model
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of an exported page; see m3_session_page_bytes."""
+        return int(lib.m3_session_page_bytes(self._open_pointer()))
+
+    def export_page(self, block: int, seq: int = 0, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
+        """The bytes of a block of a sequence, uint8 [page_bytes]; zeros where no token stands. Written to `out`."""
+        with self._exclusively():
+            pointer = self._open_pointer()
+            page = np.empty(self.page_bytes, np.uint8) if out is None else out
+            target = ffi.from_buffer(page, require_writable=True)
+            call(lib.m3_session_export, pointer, seq, block, target, ffi.sizeof(target))
+        return page
+
+    def import_page(self, page: NDArray[np.uint8], n_tokens: int, seq: int = 0) -> None:
+        """Appends the first n_tokens of an exported page to a sequence, whose length is a whole number of blocks.
+
+        The page comes from a session of the same model, types and layers, which nothing here checks. ContextError if
+        the sequence or the pool is full.
+        """
+        with self._exclusively():
+            source = ffi.from_buffer(page)
+            call(lib.m3_session_import, self._open_pointer(), seq, n_tokens, source, ffi.sizeof(source))
+
+    def mark_shifted(self, position: int, seq: int = 0) -> None:
+        """What `shifted_from` shall tell of a sequence whose pages were imported."""
+        if not 0 <= position < self.length(seq):
+            raise InputError(f"position {position} is not one of the {self.length(seq)} of sequence {seq}")
+        self._shifted[seq] = position
 
     def pages(self) -> tuple[int, int]:
         """Pages in use and in all."""

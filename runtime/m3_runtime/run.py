@@ -9,17 +9,23 @@ from pathlib import Path
 from typing import Any
 
 from m3_runtime import memory
-from m3_runtime.chat import ChatFormat, ChatLoop, Conversation, PipeReader, TerminalReader, first_messages
+from m3_runtime.chat import ChatFormat, Conversation, first_messages
+from m3_runtime.chat_commands import FILE_NAMES, NAMES, ChatCommands
+from m3_runtime.chat_loop import ChatLoop
+from m3_runtime.choices import OnFull
 from m3_runtime.command import one_line
-from m3_runtime.engine import Memory, Model, SessionOptions
+from m3_runtime.engine import Memory, Model, Session, SessionOptions
 from m3_runtime.errors import ContextError, ExitCode, InputError
 from m3_runtime.generate import Answer, FinishReason, Generator, Prompt
 from m3_runtime.gguf_reader import gguf_files
+from m3_runtime.held_tokens import Shift
+from m3_runtime.line_reader import EditingReader, new_reader
 from m3_runtime.native import default_threads, version
 from m3_runtime.quantities import format_bytes
 from m3_runtime.reply import opens_thinking
 from m3_runtime.sampler import Sampler, SamplerOptions, new_seed
-from m3_runtime.screen import LoadProgress, PrefillProgress, Screen
+from m3_runtime.saved_chat import ChatFiles
+from m3_runtime.screen import LoadProgress, MarkdownScreen, PrefillProgress, Screen, is_capable
 from m3_runtime.template import ChatTemplate
 from m3_runtime.text import ChatTokenizer
 
@@ -44,6 +50,9 @@ class RunOptions:
     system: str | None
     raw: bool
     thinking: str | None
+    on_full: OnFull
+    keep: int  #: tokens at the start that a shift leaves alone, at least
+    plain: bool  #: no Markdown
     sampling: dict[str, float]  #: fields of SamplerOptions that were given
     seed: int | None
     attention: str  #: "sparse" or "dense"
@@ -103,10 +112,26 @@ class Run:
         unused = [*self._tokenizer.unused_ids(), *range(len(self._tokenizer), self._model.hparams.n_vocab)]
         sampler = Sampler(self._sampling, self._seed, banned=unused)
         with self._model.session(**session_options) as session:
-            generator = Generator(session, context, self._tokenizer, sampler)
+            generator = Generator(session, context, self._tokenizer, sampler, shift=self._shift(context))
             if prompt is None:
-                return self._chat(generator, context, plan)
+                return self._chat(session, generator, context, plan)
             return self._answer(generator, prompt, context, plan)
+
+    def _shift(self, context: int) -> Shift | None:
+        """The policy for a full context. Raises InputError if it could never drop anything."""
+        options, size = self._options, self._model.hparams.block_size
+        if options.on_full is OnFull.STOP:
+            return None
+        system = 0
+        if self._format is not None:
+            system = len(self._format.up_to_message(first_messages(options.system)))
+        shift = Shift(size, max(system, options.keep))
+        if shift.pinned_tokens + 2 * size > context:
+            raise InputError(
+                f"--on-full shift: {shift.pinned_tokens} tokens are pinned (system message {system}, --keep "
+                f"{options.keep}, blocks of {size}), expected at most {context - 2 * size} of the context's {context}"
+            )
+        return shift
 
     def _prompt(self, text: str) -> Prompt:
         if self._format is None:
@@ -206,15 +231,22 @@ class Run:
 
     # ------------------------------------------------------------------------------------------------ the work
 
-    def _chat(self, generator: Generator, context: int, plan: Memory) -> ExitCode:
+    def _chat(self, session: Session, generator: Generator, context: int, plan: Memory) -> ExitCode:
         assert self._format is not None
         options = self._options
-        conversation = Conversation(self._format, generator, system=options.system, max_tokens=options.max_tokens)
-        reader = TerminalReader(sys.stdout, sys.stderr) if sys.stdin.isatty() else PipeReader()
+        conversation = Conversation(
+            self._format, generator, system=options.system, max_tokens=options.max_tokens, keep=options.keep
+        )
+        reader = new_reader(sys.stdout, sys.stderr, NAMES, FILE_NAMES)
         if reader.interactive:
             _say("chat; /help lists the commands")
-        screen = Screen(sys.stdout, sys.stderr)
-        return ChatLoop(conversation, screen, reader, sys.stderr, self._status(context, plan)).run()
+        if isinstance(reader, EditingReader) and reader.warning:
+            _say(reader.warning)
+        markdown = is_capable(sys.stdout) and not options.plain
+        screen = (MarkdownScreen if markdown else Screen)(sys.stdout, sys.stderr)
+        files = ChatFiles(session, generator.held, sys.stderr)
+        commands = ChatCommands(conversation, screen, self._tokenizer, files, sys.stderr, self._status(context, plan))
+        return ChatLoop(conversation, screen, reader, commands, sys.stderr).run()
 
     def _answer(self, generator: Generator, prompt: Prompt, context: int, plan: Memory) -> ExitCode:
         answer = Answer()
@@ -234,24 +266,29 @@ class Run:
             if screen:
                 screen.end()
         if self._options.as_json:
-            print(json.dumps(self._report(answer, prompt, context, plan), indent=2))
+            report = self._report(answer, prompt, context, plan, len(generator.held.dropped))
+            print(json.dumps(report, indent=2))
         if answer.finish is FinishReason.INTERRUPTED:
             return ExitCode.INTERRUPTED
         if answer.finish is FinishReason.CONTEXT:
             _say(f"context full: {generator.used}/{context} tokens, the answer is cut")
+        if dropped := len(generator.held.dropped):
+            _say(f"context full: dropped {dropped} tokens behind the first {generator.held.pinned}")
         return ExitCode.OK
 
-    def _report(self, answer: Answer, prompt: Prompt, context: int, plan: Memory) -> dict[str, Any]:
+    def _report(self, answer: Answer, prompt: Prompt, context: int, plan: Memory, dropped: int) -> dict[str, Any]:
         h, options, timings = self._model.hparams, self._options, answer.timings
+        calls = answer.reply.tool_calls()
         return {
             "answer": answer.reply.text,
             "thinking": answer.reply.thinking,
-            "tool_calls": answer.reply.tools,
+            "tool_calls": [asdict(call) for call in calls.calls],
+            "broken_tool_calls": [asdict(call) for call in calls.broken],
             "finish_reason": answer.finish.value if answer.finish else None,
             "attention": options.attention,
             "top_k_blocks": h.top_k,
             "block_size": h.block_size,
-            "tokens": {"prompt": len(prompt.ids), "answer": len(answer.ids), "context": context},
+            "tokens": {"prompt": len(prompt.ids), "answer": len(answer.ids), "context": context, "dropped": dropped},
             "timings": {
                 "load_s": round(self._load_seconds, 4),
                 "prefill_tokens": timings.prefill_tokens,

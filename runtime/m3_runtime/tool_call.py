@@ -126,7 +126,8 @@ class ToolCallParser:
         try:
             call = self._call(part[start:])
         except _MarkupError as error:
-            call = BrokenCall(part[start:].replace(NAMESPACE, "").strip(), str(error))
+            yield BrokenCall(part[start:].replace(NAMESPACE, "").strip(), str(error))
+            return
         if call is not None:
             yield call
 

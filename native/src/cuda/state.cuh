@@ -194,6 +194,7 @@ void m3_cuda_norm(m3_device_state *s, const m3_context *c, const float *x, const
 
 void m3_cuda_embed(const m3_context *c, const m3_embed_params *p);
 void m3_cuda_prepare(const m3_context *c, const m3_prepare_params *p);
+void m3_cuda_rotate(const m3_context *c, const m3_rotate_params *p);
 bool m3_cuda_select(const m3_context *c, const m3_select_params *p);
 void m3_cuda_attend(const m3_context *c, const m3_attend_params *p);
 void m3_cuda_output(const m3_context *c, const m3_output_params *p);
