@@ -239,11 +239,15 @@ class Scheduler:
         """Seconds after which a request that was refused may find room, 1 to 60."""
         return max(1, min(60, math.ceil(self._request_seconds * (1 + self.waiting) / self.options.parallel)))
 
-    def close(self) -> None:
-        """Cancels what runs and waits, and ends the thread. A second call does nothing."""
+    def stop(self) -> None:
+        """Cancels what runs and waits, and takes nothing more. Does not wait for that."""
         with self._lock:
             self._closing = True
             self._changed.notify()
+
+    def close(self) -> None:
+        """Stops, and ends the thread. A second call does nothing."""
+        self.stop()
         self._thread.join()
 
     def __enter__(self) -> "Scheduler":

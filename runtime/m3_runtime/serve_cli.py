@@ -62,6 +62,16 @@ def serve_command(
             "half of the free memory does not hold it.",
         ),
     ] = None,
+    cache: Annotated[
+        int | None,
+        typer.Option(
+            "--cache",
+            metavar="N",
+            min=1,
+            help="Tokens that the cache holds, those of requests at work and of earlier ones together. Without it as "
+            "many as all requests at once may need, less if half of the free memory does not hold them.",
+        ),
+    ] = None,
     parallel: Annotated[
         int, typer.Option("--parallel", metavar="N", min=1, max=256, help="Requests computed at the same time.")
     ] = 8,
@@ -111,9 +121,7 @@ def serve_command(
 ) -> int:
     missing = [package for package in _PACKAGES if find_spec(package) is None]
     if missing:
-        raise MachineError(
-            f"{', '.join(missing)}: not installed; pip install 'm3-gguf[server]' installs what is missing"
-        )
+        raise MachineError(f"{', '.join(missing)}: not installed; pip install 'm3-gguf[server]' installs them")
     if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""):
         raise InputError("--api-key: expected printable ASCII without a space at an end")
     if name is not None and not name.strip():
@@ -131,6 +139,7 @@ def serve_command(
             key=api_key,
             name=name,
             context=context,
+            cache=cache,
             parallel=parallel,
             queue=queue,
             limits=Limits(max_tokens=max_tokens, seconds=timeout, body_bytes=body_bytes),

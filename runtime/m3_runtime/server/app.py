@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 from fastapi import FastAPI
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from m3_runtime.server.answering import Answering, ClientGoneError
@@ -124,7 +124,7 @@ class _Endpoints:
             except BaseException:
                 answering.cancel()
                 raise
-        except ClientGoneError:
+        except (ClientGoneError, ClientDisconnect):
             return Response(status_code=_CLIENT_GONE)
         except Exception as error:
             refusal = of_error(error, retry_after=service.scheduler.retry_after())

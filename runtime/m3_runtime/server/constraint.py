@@ -1,9 +1,11 @@
 """Replies of a given form: the tokens that a grammar allows next, by llguidance."""
 
 import json
+import re
 import threading
 from collections.abc import Mapping
-from typing import Any, Final, Literal
+from itertools import pairwise
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -12,10 +14,6 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from m3_runtime.errors import InputError
 from m3_runtime.reply import THINK, UNTHINK
 from m3_runtime.text import ChatTokenizer, TokenType
-
-# Between the parts of a JSON text: nothing, a space, or a new line with its indent. Without a limit a model may write
-# white space for ever.
-_WHITESPACE: Final = r"( |\n {0,24})?"
 
 
 class _Vocabulary:
@@ -30,9 +28,15 @@ class _Vocabulary:
         self.special_token_ids = [id for id in ids if tokenizer.token_type(id) is not TokenType.NORMAL]
         self.tokens = [tokenizer.token_bytes(id) or b"<unused %d>" % id for id in ids]
         self.eos_token_id = min(tokenizer.end_ids)
+        names = (tokenizer.token_bytes(id).decode("utf-8", errors="replace") for id in self.special_token_ids)
+        self._named = re.compile("|".join(re.escape(name[0]) + f"(?={re.escape(name[1:])})" for name in names if name))
 
-    def __call__(self, text: str | bytes) -> list[int]:
-        return self._tokenizer.encode(text if isinstance(text, str) else text.decode("utf-8", errors="replace"))
+    def __call__(self, data: bytes) -> list[int]:
+        """Ids of a text, in which the name of a named token is text too: cut behind its first character, it is not
+        taken for the token."""
+        text = data.decode("utf-8", errors="replace")
+        cuts = [0, *(match.end() for match in self._named.finditer(text)), len(text)]
+        return [id for a, b in pairwise(cuts) for id in self._tokenizer.encode(text[a:b])]
 
 
 class GrammarCompiler:
@@ -52,7 +56,9 @@ class GrammarCompiler:
         """
         try:
             grammar = LLMatcher.grammar_from_json_schema(
-                json.dumps(schema), overrides={"whitespace_pattern": _WHITESPACE}
+                json.dumps(schema),
+                # As Python's json.dumps writes it. Where white space is free, a model may write it for ever.
+                overrides={"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False},
             )
         except (ValueError, RecursionError) as error:
             raise InputError(f"response_format: the schema cannot be compiled: {_line(str(error))}") from None

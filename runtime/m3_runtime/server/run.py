@@ -5,10 +5,12 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import uvicorn
 from fastapi import FastAPI
@@ -29,6 +31,10 @@ from m3_runtime.server.metrics import Metrics
 from m3_runtime.server.service import Limits, Service
 from m3_runtime.text import ChatTokenizer
 
+_LEAST_SEQUENCES: Final = 32
+_LAST_SECONDS: Final = 5  #: that clients have to take what is left of their answers
+_BACKLOG: Final = 2048  #: connections that wait to be accepted
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
@@ -40,6 +46,7 @@ class ServeOptions:
     key: str | None
     name: str | None  #: id of the model
     context: int | None
+    cache: int | None  #: tokens of all conversations together
     parallel: int
     queue: int
     limits: Limits
@@ -80,11 +87,12 @@ def serve(options: ServeOptions) -> ExitCode:
             # Only a server that others cannot reach has names that are known.
             hosts = LOOPBACK | {options.host.lower()} if _is_loopback(listener) else None
             app = new_app(service, Metrics(scheduler, session), AppOptions(key=options.key, hosts=hosts))
+            listener.listen(_BACKLOG)  # who comes from now on is answered
             host = f"[{options.host}]" if ":" in options.host else options.host
             _say(f"{service.name} at http://{host}:{listener.getsockname()[1]}")
             if options.key is None and hosts is None:
                 _say("warning: others can reach this server, and --api-key is not set")
-            _run(app, listener, options.drain_seconds)
+            _run(app, listener, options.drain_seconds, scheduler.stop)
     return ExitCode.OK
 
 
@@ -98,9 +106,9 @@ class _Plan:
         if options.context is not None and options.context > trained:
             raise InputError(f"--context {options.context}: the file's context is {trained}")
         room = self._room()
-        self.context = options.context or memory.default_context(trained, 0, self._bytes, room)
-        memory.check_session_fits(self._bytes(self.context), self.context, room)
-        self.session = self._session(self.context)
+        self.context = options.context or memory.default_context(trained, 0, self._bytes_of_one, room)
+        memory.check_session_fits(self._bytes_of_one(self.context), self.context, room)
+        self.session = self._session(self.context, self._pages(room))
         self.scheduling = SchedulerOptions(
             sequences=self.session["sequences"],
             context=self.context,
@@ -118,12 +126,13 @@ class _Plan:
         memory.check_weights_fit(model.weight_bytes, model.device_name, *device)
         return device[0] - model.weight_bytes
 
-    def _session(self, context: int) -> SessionOptions:
+    def _session(self, context: int, pages: int) -> SessionOptions:
         options = self._options
         return {
             "context": context,
-            # As many again hold what was answered last: the prefixes of what comes next.
-            "sequences": 2 * options.parallel,
+            # Those that no request works on hold what was answered last: the prefixes of what comes next.
+            "sequences": max(4 * options.parallel, _LEAST_SEQUENCES),
+            "pages": pages,
             "kv_type": options.kv_type,
             "index_type": options.index_type,
             "index_scan": options.index_scan,
@@ -132,17 +141,41 @@ class _Plan:
             "threads": options.threads,
         }
 
-    def _bytes(self, context: int) -> int:
-        return self._model.memory(**self._session(context)).total
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self._model.hparams.block_size)
+
+    def _bytes(self, context: int, pages: int) -> int:
+        return self._model.memory(**self._session(context, pages)).total
+
+    def _bytes_of_one(self, context: int) -> int:
+        """Of a session whose cache holds one full conversation."""
+        return self._bytes(context, self._blocks(context))
+
+    def _pages(self, room: int | None) -> int:
+        """Of the pool: what --cache asks for, else as many as all requests may need and half of the memory holds."""
+        least, given = self._blocks(self.context), self._options.cache
+        if given is not None:
+            if given < self.context:
+                raise InputError(f"--cache {given}: expected at least the context, {self.context} tokens")
+            pages = min(self._blocks(given), self._session(self.context, 0)["sequences"] * least)
+            memory.check_session_fits(self._bytes(self.context, pages), given, room)
+            return pages
+        most = self._options.parallel * least
+        if room is None or most == least:
+            return most
+        start = self._bytes(self.context, least)
+        page = (self._bytes(self.context, most) - start) / (most - least)
+        return max(least, min(most, least + int((room / 2 - start) / page)))
 
     def say(self) -> None:
         """The status on stderr."""
-        options, model = self._options, self._model
+        options, model, pages = self._options, self._model, self.session["pages"]
         threads = f", {options.threads or default_threads()} threads" if model.backend_name == "cpu" else ""
         _say(
             f"{model.path}: {format_bytes(model.weight_bytes)}; attention {options.attention}; context {self.context}, "
-            f"{options.parallel} requests at once; cache K/V {options.kv_type}, index keys {options.index_type}, "
-            f"{format_bytes(self._bytes(self.context))}; {model.backend_name} {model.device_name}{threads}"
+            f"{options.parallel} requests at once; cache of {pages * model.hparams.block_size} tokens, K/V "
+            f"{options.kv_type}, index keys {options.index_type}, {format_bytes(self._bytes(self.context, pages))}; "
+            f"{model.backend_name} {model.device_name}{threads}"
         )
         if options.attention == "dense":
             _say(DENSE_WARNING)
@@ -187,26 +220,34 @@ def _is_loopback(listener: socket.socket) -> bool:
     return address.startswith("127.") or address == "::1"
 
 
-def _run(app: FastAPI, listener: socket.socket, drain_seconds: int) -> None:
-    """Serves until SIGINT or SIGTERM, then answers what is under way for as long; a second signal ends that."""
+def _run(app: FastAPI, listener: socket.socket, drain_seconds: int, give_up: Callable[[], None]) -> None:
+    """Serves until SIGINT or SIGTERM, then answers what is under way for as long.
+
+    give_up: ends that early, so that clients are told; called when the time is over, and by a second signal.
+    """
     config = uvicorn.Config(
         app,
         log_level="warning",
         access_log=False,
         lifespan="off",
         server_header=False,
-        timeout_graceful_shutdown=drain_seconds,
+        timeout_graceful_shutdown=drain_seconds + _LAST_SECONDS,
         timeout_keep_alive=65,
-        h11_max_incomplete_event_size=64 * 1024,
         http="h11",
         ws="none",
         loop="asyncio",
     )
-    asyncio.run(_Server(config).serve(sockets=[listener]))
+    asyncio.run(_Server(config, drain_seconds, give_up).serve(sockets=[listener]))
 
 
 class _Server(uvicorn.Server):
     """Ends with the exit code of a command that is done, where uvicorn would end by the signal."""
+
+    def __init__(self, config: uvicorn.Config, drain_seconds: int, give_up: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._drain_seconds = drain_seconds
+        self._give_up = give_up
+        self._signals = 0
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -220,12 +261,21 @@ class _Server(uvicorn.Server):
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        timer = asyncio.get_running_loop().call_later(self._drain_seconds, self._give_up)
+        await super().shutdown(sockets)
+        timer.cancel()
+
     def _on_signal(self, number: int, frame: object) -> None:
-        if self.should_exit:
-            self.force_exit = True
-        else:
-            self.should_exit = True
+        self._signals += 1
+        self.should_exit = True
+        if self._signals == 1:
             _say("draining: no new requests; a second signal ends those under way")
+        elif self._signals == 2:
+            # Not here: the lock that it takes may be held by what the signal has interrupted.
+            threading.Thread(target=self._give_up).start()
+        else:
+            self.force_exit = True
 
 
 def _say(text: str) -> None:
