@@ -8,7 +8,6 @@ import re
 import socket
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -182,16 +181,7 @@ def test_a_client_that_sends_half_a_request(server):
     assert server.request("/health")[0] == 200
 
 
-# ---------------------------------------------------------------------------------------- another server: key, overload
-
-
-@pytest.fixture
-def small(nano_gguf):
-    """One request at a time and one that waits; with a key, little patience, and few tokens."""
-    arguments = ("--parallel", 1, "--queue", 1, "--api-key", "secret", "--name", "nano", "--max-body", "100000")
-    with ServerProcess(nano_gguf, *arguments, "--context", 2048, "--timeout", 30, "--drain", 20) as running:
-        yield running
-
+# --------------------------------------------------------------------------------- other servers: killed, full, drained
 
 KEY = {"Authorization": "Bearer secret"}
 
@@ -204,44 +194,6 @@ def stream_of(server: ServerProcess, body: dict) -> tuple[http.client.HTTPConnec
     return connection, connection.getresponse()
 
 
-def test_key_overload_and_drain(small):
-    # The key.
-    for headers in (
-        {},
-        {"Authorization": "Bearer wrong"},
-        {"Authorization": "Basic secret"},
-        {"Authorization": "secret"},
-    ):
-        status, error = small.error("/v1/models", headers=headers)
-        assert status == 401 and error["code"] == "invalid_api_key"
-    assert small.error(CHAT, data=b"{")[0] == 401 and small.error("/metrics")[0] == 401
-    assert small.request("/health")[0] == 200 and small.request("/")[0] == 200
-    with openai.OpenAI(base_url=f"{small.url}/v1", api_key="secret", max_retries=0) as client:
-        assert client.models.list().data[0].id == "nano"
-    status, error = small.error(CHAT, data=b" " * 100_001, headers=KEY)
-    assert status == 413 and error["message"] == "the body is larger than 100000 bytes"
-
-    # One at work, one that waits, one too many.
-    first, first_answer = stream_of(small, {**ENDLESS, "max_tokens": 1000})
-    assert first_answer.readline().startswith(b"data: ")
-    second, second_answer = stream_of(small, {**ENDLESS, "max_tokens": 5})
-    wait_for(lambda: json.loads(small.request("/health")[2])["waiting"] == 1)
-    status, headers, data = small.request("/v1/completions", ENDLESS, headers=KEY)
-    error = json.loads(data)["error"]
-    assert status == 429 and error["type"] == "rate_limit_error" and 1 <= int(headers["retry-after"]) <= 60
-    assert "1 requests are at work and 1 wait" in error["message"]
-
-    # What is under way is answered to its end, and nobody else is let in.
-    small.terminate()
-    wait_for(lambda: any("draining" in line for line in small.lines))
-    wait_for(lambda: not accepts(small.port))
-    assert first_answer.read().rstrip().endswith(b"data: [DONE]")
-    assert second_answer.read().rstrip().endswith(b"data: [DONE]")
-    assert small.process.wait(20) == 0
-    first.close()
-    second.close()
-
-
 def accepts(port: int) -> bool:
     try:
         socket.create_connection(("127.0.0.1", port), timeout=5).close()
@@ -250,39 +202,54 @@ def accepts(port: int) -> bool:
     return True
 
 
-def test_killed_and_started_again(nano_gguf):
+def test_killed_started_again_full_and_drained(nano_gguf, server):
     body = {"messages": HELLO, "temperature": 0}
-    with ServerProcess(nano_gguf) as server:
-        port, first = server.port, json.loads(server.request(CHAT, body)[2])
-        busy = threading.Thread(target=_quietly, args=(server,))
-        busy.start()
-        wait_for(lambda: server.metric("m3_requests_running") == 1)
-        server.process.kill()
-        busy.join()
-    with ServerProcess(nano_gguf, "--port", port) as again:
-        answer = json.loads(again.request(CHAT, body)[2])
-        assert answer["choices"] == first["choices"] and answer["usage"] == first["usage"]
-        run = serve(nano_gguf, "--port", port)
-        assert run.returncode == 4 and "Address already in use" in run.stderr and run.stderr.count("\n") == 1
-        # A second signal ends what is under way.
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-        headers = {"Content-Type": "application/json"}
-        connection.request("POST", "/v1/completions", json.dumps({**ENDLESS, "stream": True}), headers)
-        response = connection.getresponse()
-        response.readline()
+    expected = json.loads(server.request(CHAT, body)[2])["choices"]
+    with ServerProcess(nano_gguf) as killed:
+        port = killed.port
+        connection, response = stream_of(killed, ENDLESS)
+        assert response.readline().startswith(b"data: ")
+        killed.process.kill()
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            assert b"[DONE]" not in response.read()
+        connection.close()
+
+    # On the same port, with a key, for one request at a time and one that waits.
+    arguments = ("--port", port, "--parallel", 1, "--queue", 1, "--api-key", "secret", "--max-body", "100000")
+    with ServerProcess(nano_gguf, *arguments, "--context", 2048) as again:
+        for headers in ({}, *({"Authorization": value} for value in ("Bearer wrong", "Basic secret", "secret"))):
+            status, error = again.error("/v1/models", headers=headers)
+            assert status == 401 and error["code"] == "invalid_api_key"
+        assert again.error(CHAT, data=b"{")[0] == 401 and again.error("/metrics")[0] == 401
+        assert again.request("/health")[0] == 200 and again.request("/")[0] == 200
+        with openai.OpenAI(base_url=f"{again.url}/v1", api_key="secret", max_retries=0) as client:
+            assert client.models.list().data[0].id == "m3-nano"
+        assert json.loads(again.request(CHAT, body, headers=KEY)[2])["choices"] == expected
+        status, error = again.error(CHAT, data=b" " * 100_001, headers=KEY)
+        assert status == 413 and error["message"] == "the body is larger than 100000 bytes"
+
+        first, first_answer = stream_of(again, {**ENDLESS, "max_tokens": 500})
+        assert first_answer.readline().startswith(b"data: ")
+        second, second_answer = stream_of(again, ENDLESS)
+        wait_for(lambda: json.loads(again.request("/health")[2])["waiting"] == 1)
+        status, headers, data = again.request("/v1/completions", ENDLESS, headers=KEY)
+        error = json.loads(data)["error"]
+        assert status == 429 and error["type"] == "rate_limit_error" and 1 <= int(headers["retry-after"]) <= 60
+        assert "1 requests are at work and 1 wait" in error["message"]
+
+        # What is under way is answered, and nobody else is let in. A second signal ends that, and says so.
         again.terminate()
         wait_for(lambda: any("draining" in line for line in again.lines))
+        wait_for(lambda: not accepts(port))
+        assert first_answer.read().rstrip().endswith(b"data: [DONE]")
+        assert second_answer.readline().startswith(b"data: ")
         again.terminate()
-        assert again.process.wait(20) == 0
-        rest = response.read()
+        rest = second_answer.read()
         assert b"[DONE]" not in rest and b'"code":"shutting_down"' in rest
-        connection.close()
+        assert again.process.wait(20) == 0
+        first.close()
+        second.close()
         assert not any("Traceback" in line for line in again.lines), again.lines
-
-
-def _quietly(server: ServerProcess) -> None:
-    with contextlib.suppress(OSError, http.client.HTTPException):
-        server.request("/v1/completions", ENDLESS)
 
 
 def serve(*arguments: object, code: str = "") -> subprocess.CompletedProcess[str]:
@@ -310,3 +277,6 @@ def test_what_the_command_refuses(nano_gguf, tmp_path: Path, capsys):
         assert exit_.value.code == 2
         printed = capsys.readouterr()
         assert message in printed.err and printed.err.count("\n") == 1 and printed.out == ""
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit) as exit_:
+        command.run(serve_cli.app, serve_cli.NAME, [str(nano_gguf), "--port", str(taken.getsockname()[1])])
+    assert exit_.value.code == 4 and "Address already in use" in capsys.readouterr().err
