@@ -29,7 +29,13 @@ Logits = npt.NDArray[np.float32]
 
 
 class BusyError(M3Error):
-    """The queue is full, or the scheduler takes no more requests."""
+    """The queue is full."""
+
+    exit_code = ExitCode.MACHINE
+
+
+class ClosedError(M3Error):
+    """The scheduler takes no more requests."""
 
     exit_code = ExitCode.MACHINE
 
@@ -209,7 +215,7 @@ class Scheduler:
     def submit(self, request: Request) -> Job:
         """Queues a request. Its listener hears `finished` once, whatever comes.
 
-        Raises BusyError if the queue is full, ContextError or InputError if the request can never run.
+        Raises BusyError if the queue is full, ClosedError, and ContextError or InputError if the request can never run.
         """
         context, n = self.options.context, len(request.ids)
         if not n:
@@ -219,13 +225,19 @@ class Scheduler:
             raise ContextError(f"the prompt has {n} tokens{wanted}, the context holds {context}")
         job = Job(request, self)
         with self._lock:
-            if self._closing or self.failure:
-                raise BusyError("the server takes no more requests")
-            if len(self._waiting) >= self.options.queue + self.options.parallel - len(self._running):
-                raise BusyError(f"{len(self._running)} requests are at work and {len(self._waiting)} wait")
+            self.check_open()
             self._waiting.append(job)
             self._changed.notify()
         return job
+
+    def check_open(self) -> None:
+        """Raises BusyError or ClosedError if a request would be refused now, whatever it is."""
+        if self.failure:
+            raise ClosedError(f"the scheduler has ended: {type(self.failure).__name__}")
+        if self._closing:
+            raise ClosedError("no more requests are taken")
+        if len(self._waiting) >= self.options.queue + self.options.parallel - len(self._running):
+            raise BusyError(f"{len(self._running)} requests are at work and {len(self._waiting)} wait")
 
     @property
     def waiting(self) -> int:
@@ -371,8 +383,10 @@ class Scheduler:
         decoding = [(job, 1) for job in self._running if job.decodes]
         prefilling = [job for job in self._running if not job.decodes]
         budget = self.options.chunk
-        if decoding and self._seconds_per_token:
-            budget = max(16, min(budget, int(self.options.pause / self._seconds_per_token)))
+        if self._seconds_per_token:
+            # Without one that decodes only those wait who come meanwhile, and larger batches cost less a token.
+            seconds, least = (self.options.pause, 16) if decoding else (16 * self.options.pause, 64)
+            budget = max(least, min(budget, int(seconds / self._seconds_per_token)))
         parts = decoding
         # The shortest first: what they leave of their share is for the others.
         for left, job in zip(range(len(prefilling), 0, -1), sorted(prefilling, key=lambda job: job.rest), strict=True):

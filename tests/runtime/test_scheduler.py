@@ -15,7 +15,7 @@ from m3_runtime.engine import Model
 from m3_runtime.errors import ContextError, InputError, NotFiniteError
 from m3_runtime.prefix_cache import PrefixCache
 from m3_runtime.sampler import Adjustment, Sampler, SamplerOptions
-from m3_runtime.scheduler import BusyError, End, EndReason, Request, Scheduler, SchedulerOptions, Token
+from m3_runtime.scheduler import BusyError, ClosedError, End, EndReason, Request, Scheduler, SchedulerOptions, Token
 
 CONTEXT, BLOCK = 512, 32
 GREEDY = SamplerOptions(temperature=0)
@@ -399,7 +399,7 @@ def test_the_queue_has_a_limit_and_closing_ends_all():
     assert 1 <= scheduler.retry_after() <= 60
     scheduler.close()
     assert [one.wait().reason for one in heard] == [EndReason.CANCELLED] * 5
-    with pytest.raises(BusyError):
+    with pytest.raises(ClosedError):
         scheduler.submit(request([1, 2], Heard()))
     scheduler.close()
 

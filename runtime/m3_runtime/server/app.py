@@ -115,6 +115,7 @@ class _Endpoints:
     ) -> Response:
         service = self._service
         try:
+            service.scheduler.check_open()  # before any work for it
             body = await read_body(request, service.limits.body_bytes)
             parsed = await asyncio.to_thread(_parsed, kind, body)
             prepared = await asyncio.to_thread(prepare, parsed)

@@ -5,7 +5,7 @@ from typing import Any, Final
 from pydantic import ValidationError
 
 from m3_runtime.errors import ContextError, InputError, M3Error
-from m3_runtime.scheduler import BusyError
+from m3_runtime.scheduler import BusyError, ClosedError
 
 _SHOWN: Final = 120  # characters of a value
 
@@ -48,6 +48,8 @@ def of_error(error: Exception, *, retry_after: int = 1) -> RefusalError:
     if isinstance(error, BusyError):
         headers = {"Retry-After": str(retry_after)}
         return RefusalError(429, f"too many requests: {error}", code="rate_limit_exceeded", headers=headers)
+    if isinstance(error, ClosedError):
+        return RefusalError(503, str(error), code="shutting_down")
     if isinstance(error, ContextError):
         return RefusalError(400, str(error), code="context_length_exceeded")
     if isinstance(error, InputError):

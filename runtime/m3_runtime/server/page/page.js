@@ -145,6 +145,7 @@ async function ask(text) {
   messages.push({ role: "user", content: text });
   const answer = new Answer();
   let finish = null;
+  let broken = [];
   let usage = null;
   let problem = null;
   begin();
@@ -159,6 +160,7 @@ async function ask(text) {
       for (const choice of event.choices) {
         answer.take(choice.delta);
         finish = choice.finish_reason || finish;
+        broken = choice.broken_tool_calls || broken;
       }
     }
     if (!finish) throw new Error("the connection was lost");
@@ -171,6 +173,7 @@ async function ask(text) {
   if (stopped) answer.note("stopped");
   else if (problem) answer.note(problem.message, true);
   else if (finish === "length") answer.note("cut: the limit of tokens, or the context is full");
+  for (const call of broken) answer.note(`a call of a tool that is not whole (${call.why}): ${call.text}`);
   if (answer.text || answer.thinking) {
     messages.push({ role: "assistant", content: answer.text, reasoning_content: answer.thinking || null });
   } else if (problem) {
