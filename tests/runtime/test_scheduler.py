@@ -14,8 +14,9 @@ import pytest
 from m3_runtime.engine import Model
 from m3_runtime.errors import ContextError, InputError, NotFiniteError
 from m3_runtime.prefix_cache import PrefixCache
+from m3_runtime.request import End, EndReason, Request, Token
 from m3_runtime.sampler import Adjustment, Sampler, SamplerOptions
-from m3_runtime.scheduler import BusyError, ClosedError, End, EndReason, Request, Scheduler, SchedulerOptions, Token
+from m3_runtime.scheduler import BusyError, ClosedError, Scheduler, SchedulerOptions
 
 CONTEXT, BLOCK = 512, 32
 GREEDY = SamplerOptions(temperature=0)

@@ -1,17 +1,19 @@
 """Stop strings, log probabilities and tool calls of a reply, however it is cut; grammars of calls."""
 
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from m3_runtime.errors import InputError
-from m3_runtime.scheduler import Token
+from m3_runtime.request import Token
 from m3_runtime.server.constraint import GrammarCompiler
 from m3_runtime.server.reading import ChatForm, ChatReading, TextReading
 from m3_runtime.server.stop_strings import StopFilter
 from m3_runtime.server.tool_grammar import tool_grammar
-from m3_runtime.text import ChatTokenizer
+from m3_runtime.text import ChatTokenizer, TokenType
 from m3_runtime.tool_call import NAMESPACE, parse_tool_calls
 
 TEXTS = st.text("abc", max_size=12)
@@ -183,3 +185,35 @@ def test_thinking_before_a_form(tokenizer):
     assert constraint.in_grammar and allowed(constraint) == {end}
     assert allowed(compiler.json({"const": 1}, prompt="]~b]ai\n<mm:think>")) >= {unthink, one[0]}
     assert allowed(compiler.json({"const": 1}, prompt="]~b]ai\n</mm:think>")) == set(one)
+
+
+JSON = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(-(10**9), 10**9),
+        st.text(st.characters(codec="utf-8"), max_size=12),
+        st.sampled_from(
+            ["</mm:think>", "]<]minimax[>[<tool_call>", "[e~[", 'a"\\\n\t', "\u00e9\U0001f600", "[PAD4093]"]
+        ),
+    ),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(value=JSON, seed=st.integers(0, 2**32))
+def test_a_form_of_one_value_gives_this_value(tokenizer, value, seed):
+    """Whichever of the allowed tokens are taken: bytes of characters one by one, and never a named token."""
+    constraint = GrammarCompiler(tokenizer, len(tokenizer)).json({"const": value}, prompt="</mm:think>")
+    random = np.random.default_rng(seed)
+    ids = []
+    while True:
+        id = int(random.choice(np.flatnonzero(constraint.allowed())))
+        if id in tokenizer.end_ids:
+            break
+        ids.append(id)
+        constraint.accept(id)
+    assert all(tokenizer.token_type(id) is TokenType.NORMAL for id in ids)
+    assert json.loads(tokenizer.decode(ids)) == value

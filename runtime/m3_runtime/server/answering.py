@@ -7,7 +7,8 @@ from typing import Final
 
 from starlette.requests import Request as HttpRequest
 
-from m3_runtime.scheduler import End, EndReason, Job, Token
+from m3_runtime.request import End, EndReason, Token
+from m3_runtime.scheduler import Job
 from m3_runtime.server.reading import Reading, Update
 from m3_runtime.server.refusal import RefusalError, of_error
 

@@ -7,7 +7,7 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from m3_runtime.scheduler import End
+from m3_runtime.request import End
 from m3_runtime.server.answering import Answering
 from m3_runtime.server.completion import (
     EventStream,

@@ -10,7 +10,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import StreamingResponse
 
 from m3_runtime.native import version
-from m3_runtime.scheduler import End, EndReason, Token
+from m3_runtime.request import End, EndReason, Token
 from m3_runtime.server.answering import Answering, ClientGoneError
 from m3_runtime.server.reading import Update
 from m3_runtime.server.refusal import RefusalError

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from m3_runtime.reply import MARKUP, THINK, UNTHINK, Kind, Piece, Reply, ReplySplitter
-from m3_runtime.scheduler import Token
+from m3_runtime.request import Token
 from m3_runtime.server.constraint import ReplyConstraint
 from m3_runtime.server.stop_strings import StopFilter
 from m3_runtime.text import ChatTokenizer, TokenStream

@@ -7,8 +7,9 @@ from typing import Any, Final
 
 from m3_runtime.errors import ContextError, InputError
 from m3_runtime.reply import opens_thinking
+from m3_runtime.request import Constraint, End, Request
 from m3_runtime.sampler import Adjustment, Sampler, SamplerOptions, new_seed
-from m3_runtime.scheduler import Constraint, End, Request, Scheduler
+from m3_runtime.scheduler import Scheduler
 from m3_runtime.server.answering import Answering
 from m3_runtime.server.constraint import GrammarCompiler, ReplyConstraint
 from m3_runtime.server.reading import ChatForm, ChatReading, Reading, TextReading
