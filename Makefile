@@ -181,7 +181,7 @@ test: install check-native
 
 # The case tables and sessions on the GPU, compared with the CPU; the golden vectors through the engine; the first two again,
 # in part, with the checkers of the CUDA toolkit. On a machine with a GPU, after make cuda.
-GPU_TESTS := build/release/tests/test_ops build/release/tests/test_session build/release/tests/test_hopper
+GPU_TESTS := $(addprefix build/release/tests/,test_ops test_session test_hopper test_pages test_many)
 test-gpu: install $(GPU_TESTS)
 	@$(if $(CUDA),,echo "test-gpu: run make cuda first" >&2; exit 1)
 	@for t in $(GPU_TESTS); do echo "== $$t cuda"; $$t cuda || exit 1; done

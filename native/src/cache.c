@@ -185,9 +185,9 @@ static int32_t *partly_filled(m3_cache *c, int32_t seq) {
   return s->length % c->block_size ? &s->table[s->length / c->block_size] : NULL;
 }
 
-static m3_status too_few_pages(const m3_cache *c, int64_t need, int64_t there, m3_error *err) {
-  return m3_fail(err, M3_ERROR_CONTEXT, "the cache is full: %" PRId64 " pages are needed, %" PRId64 " of %d are free",
-                 need, there, c->n_pages);
+static m3_status too_few_pages(const m3_cache *c, int64_t need, m3_error *err) {
+  return m3_fail(err, M3_ERROR_CONTEXT, "the cache is full: %" PRId64 " pages are needed, %d of %d are free", need,
+                 c->n_free, c->n_pages);
 }
 
 /* Pages that the spans take. Of the sequences that hold a page and write to it, the last one that still holds it needs
@@ -217,7 +217,7 @@ m3_status m3_cache_reserve(m3_cache *c, const m3_span *spans, int32_t n_spans, m
                      (int)spans[i].seq, length, c->context, n);
   }
   int64_t need = pages_needed(c, spans, n_spans);
-  if (need > c->n_free) return too_few_pages(c, need, c->n_free, err);
+  if (need > c->n_free) return too_few_pages(c, need, err);
   for (int32_t i = 0; i < n_spans; i++) {
     m3_sequence *s = &c->sequences[spans[i].seq];
     int32_t *page = partly_filled(c, spans[i].seq);
@@ -250,10 +250,10 @@ void m3_cache_fork(m3_cache *c, int32_t src, int32_t dst) {
 
 m3_status m3_cache_drop(m3_cache *c, int32_t seq, int64_t first, int64_t n, m3_error *err) {
   m3_sequence *s = &c->sequences[seq];
-  int64_t end = blocks_of(c, s->length), need = 0, there = c->n_free;
-  for (int64_t b = first; b < first + n; b++) there += c->uses[s->table[b]] == 1;
+  int64_t end = blocks_of(c, s->length), need = 0;
+  /* Sequences share pages from the first block on: where a later page is shared, none of the dropped ones gets free. */
   for (int64_t b = first + n; b < end; b++) need += c->uses[s->table[b]] > 1;
-  if (need > there) return too_few_pages(c, need, there, err);
+  if (need > c->n_free) return too_few_pages(c, need, err);
   for (int64_t b = first; b < first + n; b++) release_page(c, &s->table[b]);
   for (int64_t b = first; b < end - n; b++) {
     s->table[b] = s->table[b + n];

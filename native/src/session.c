@@ -71,6 +71,7 @@ static m3_status complete_options(const m3_model *m, const m3_session_options *i
   if (status) return status;
   uint64_t most = m3_cache_most_pages(&m->hparams, o->context, o->sequences);
   if (o->pages) status = m3_check_range("pages", o->pages, 1, (int64_t)most, err);
+  if (status) return status;
   /* A chunk longer than everything the session can hold would only cost memory. */
   int64_t held = o->context * o->sequences;
   if (o->pages && o->pages * m->hparams.block_size < held) held = o->pages * m->hparams.block_size;

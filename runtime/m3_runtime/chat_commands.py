@@ -9,6 +9,7 @@ from typing import Protocol, TextIO
 
 from m3_runtime.chat import Conversation
 from m3_runtime.errors import InputError
+from m3_runtime.quantities import format_bytes
 from m3_runtime.screen import PrefillProgress, Screen, ThinkingView
 from m3_runtime.text import ChatTokenizer, invalid_utf8
 
@@ -127,7 +128,7 @@ class ChatCommands:
             if progress:
                 progress.clear()
         rate = f" at {timings.prefill_rate:.1f} tok/s" if timings.prefill_rate is not None else ""
-        lines = [f"({path.name}: {n} tokens read{rate}; {self._used()}. What follows asks about it)"]
+        lines = [f"({path.name}: {n} tokens read{rate}; {self._used()}; the next message asks about it)"]
         if names := self.tokenizer.named_tokens(text):
             lines.insert(
                 0, f"note: {path.name} has {', '.join(names)}, which the model reads as part of the chat format"
@@ -137,9 +138,8 @@ class ChatCommands:
     def _save(self, argument: str) -> str:
         path = _path("/save", argument)
         n_bytes = self.sessions.save(path, self.conversation)
-        return (
-            f"(saved to {path}: {len(self.conversation.turns)} turns, {self.conversation.used} tokens, {n_bytes} bytes)"
-        )
+        n_turns = len(self.conversation.turns)
+        return f"(saved to {path}: {n_turns} turns, {self.conversation.used} tokens, {format_bytes(n_bytes)})"
 
     def _load(self, argument: str) -> str:
         path = _path("/load", argument)

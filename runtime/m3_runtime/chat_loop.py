@@ -41,7 +41,8 @@ class ChatLoop:
                 retry = False
                 if text.startswith("/"):
                     try:
-                        following = self.commands.run(text)
+                        with self.reader.quiet():
+                            following = self.commands.run(text)
                     finally:
                         self._say_dropped()
                     if following is Next.LEAVE:
@@ -57,12 +58,12 @@ class ChatLoop:
                     raise
                 self.screen.end()
                 self.screen.note("")
-                if interrupts and self.clock() - stopped_at < 1.0:
-                    continue  # the same impatient hand that stopped the answer
-                interrupts += 1
+                if not (interrupts and self.clock() - stopped_at < 1.0):  # the impatient hand that stopped the answer
+                    interrupts += 1
                 if interrupts > 1:
                     break
                 self.screen.note("(Ctrl-C again leaves, and so does /quit)")
+                stopped_at = -1.0
             except InputError as error:
                 self._refuse(str(error))
         return ExitCode.BAD_INPUT if self._refused and not self.reader.interactive else ExitCode.OK
@@ -84,7 +85,7 @@ class ChatLoop:
         conversation = self.conversation
         answering = conversation.retry(new_progress) if text is None else conversation.ask(text, new_progress)
         try:
-            with closing(answering) as pieces:
+            with self.reader.quiet(), closing(answering) as pieces:
                 for piece in pieces:
                     if progress:
                         progress.clear()

@@ -25,7 +25,7 @@ def new_editor(
     output.enable_cpr = False
     return PromptSession(
         output=output,
-        history=InMemoryHistory() if history is None else _PrivateHistory(history),
+        history=InMemoryHistory() if history is None else PrivateHistory(history),
         completer=_Commands(tuple(commands), tuple(file_commands)),
         complete_while_typing=False,
         complete_style=CompleteStyle.READLINE_LIKE,
@@ -50,7 +50,7 @@ def _continuation(width: int, line: int, wraps: int) -> StyleAndTextTuples:
     return [("", " " * width)]
 
 
-class _PrivateHistory(FileHistory):
+class PrivateHistory(FileHistory):
     """A history file that cannot end a chat: what cannot be written is not kept."""
 
     def __init__(self, path: Path) -> None:

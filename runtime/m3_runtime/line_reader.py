@@ -1,9 +1,10 @@
 """Where the messages of a chat come from: a person at a terminal, or a pipe."""
 
-import contextlib
 import os
 import sys
-from collections.abc import Iterable
+import termios
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TextIO
 
@@ -25,6 +26,9 @@ class Reader(Protocol):
     def read(self) -> str | None:
         """The next message without its line break, None at the end. Raises InputError for invalid UTF-8."""
 
+    def quiet(self) -> AbstractContextManager[None]:
+        """While it lasts, what is typed ahead is not shown: it would stand in the middle of an answer."""
+
 
 class PipeReader:
     """One message a line, from a file or a program."""
@@ -44,6 +48,9 @@ class PipeReader:
         except UnicodeDecodeError as error:
             raise InputError(f"input, line {self._line}: {invalid_utf8(error)}") from None
 
+    def quiet(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
 
 class PlainReader:
     """A person at a terminal without escape sequences: a message is a line."""
@@ -51,7 +58,7 @@ class PlainReader:
     interactive = True
 
     def __init__(self, out: TextIO, err: TextIO) -> None:
-        with contextlib.suppress(ImportError):
+        with suppress(ImportError):
             import readline  # noqa: F401 (gives input() its line editing)
         self._err = None if out.isatty() else err
 
@@ -66,6 +73,9 @@ class PlainReader:
             return None
         except UnicodeDecodeError as error:
             raise InputError(f"input: {invalid_utf8(error)}") from None
+
+    def quiet(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 class EditingReader:
@@ -91,6 +101,18 @@ class EditingReader:
             return self._session.prompt(PROMPT)
         except EOFError:
             return None
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        terminal = sys.stdin.fileno()
+        before = termios.tcgetattr(terminal)
+        silent = termios.tcgetattr(terminal)
+        silent[3] &= ~termios.ECHO
+        try:
+            termios.tcsetattr(terminal, termios.TCSANOW, silent)
+            yield
+        finally:
+            termios.tcsetattr(terminal, termios.TCSANOW, before)
 
 
 def new_reader(out: TextIO, err: TextIO, commands: Iterable[str], file_commands: Iterable[str]) -> Reader:

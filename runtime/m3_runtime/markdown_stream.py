@@ -14,6 +14,7 @@ from rich.text import Text
 from m3_runtime.interrupts import hold_signals
 
 _SECONDS = 0.08  # between two pictures of the block that is being written
+_SHARE = 0.1  # of the time, at most, that pictures take: a long block is drawn less often, and the model goes on
 
 
 def new_parser() -> MarkdownIt:
@@ -51,20 +52,13 @@ class _Blocks(Markdown):
 
 
 class _Lines:
-    """The lines of blocks without the empty ones around them and the spaces that rich fills lines with."""
+    """Lines that are rendered already."""
 
-    def __init__(self, blocks: _Blocks, *, tail: bool) -> None:
-        """tail: only the last lines, as many as can be erased again."""
-        self._blocks = blocks
-        self._tail = tail
+    def __init__(self, lines: list[list[Segment]]) -> None:
+        self._lines = lines
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
-        lines = [_without_padding(line) for line in console.render_lines(self._blocks, options, pad=False)]
-        while lines and not lines[-1]:
-            lines.pop()
-        while lines and not lines[0]:
-            lines.pop(0)
-        for line in lines[-max(1, console.height - 2) :] if self._tail else lines:
+        for line in self._lines:
             yield from line
             yield Segment.line()
 
@@ -82,7 +76,8 @@ class MarkdownStream:
     """Shows Markdown that comes in pieces.
 
     A block (paragraph, list, table, code) is printed for good when the next one begins. Until then its last lines stand
-    at the end of the screen and are drawn over in place, at most twelve times a second; nothing above is touched.
+    at the end of the screen and are drawn over in place, at most twelve times a second and for a tenth of the time.
+    Nothing above them is touched.
     """
 
     def __init__(self, out: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
@@ -91,37 +86,44 @@ class MarkdownStream:
         self._clock = clock
         self._live: Live | None = None
         self._pending = ""  #: text of the block that is being written
-        self._shown = float("-inf")  #: when its picture was drawn
+        self._due = float("-inf")  #: when the next picture of it may be drawn
         self._printed = False  #: whether a block stands above it
 
     def push(self, text: str) -> None:
         """More text, which must have no control characters but line breaks and tabs."""
         self._pending += text
-        if self._clock() - self._shown < _SECONDS:
+        start = self._clock()
+        if start < self._due:
             return
         with hold_signals():  # an interruption must not leave the cursor in the middle of a picture
-            self._print(self._last_block())
+            for n in self._block_lengths()[:-1]:
+                self._print(n)
             if self._pending.strip():
                 self._draw()
-        self._shown = self._clock()
+        end = self._clock()
+        self._due = end + max(_SECONDS, (end - start) / _SHARE)
 
     def finish(self) -> None:
         """Prints what is there; the next text begins anew."""
         with hold_signals():
-            self._print(self._last_block())
-            self._print(len(self._pending))
+            for n in self._block_lengths():
+                self._print(n)
         self._printed = False
-        self._shown = float("-inf")
+        self._due = float("-inf")
 
-    def _last_block(self) -> int:
-        """Where the last block begins in what is pending."""
-        starts = [t.map[0] for t in self._parser.parse(self._pending) if t.level == 0 and t.map and t.nesting >= 0]
-        return sum(map(len, self._pending.splitlines(keepends=True)[: starts[-1]])) if starts else 0
+    def _block_lengths(self) -> list[int]:
+        """Characters of each block in what is pending, each up to where the next one begins."""
+        tokens = self._parser.parse(self._pending)
+        starts = [token.map[0] for token in tokens if token.level == 0 and token.map and token.nesting >= 0]
+        lines = self._pending.split("\n")
+        ends = [*starts[1:], len(lines)]
+        # The last line has no break behind it.
+        lengths = [sum(len(line) + 1 for line in lines[a:b]) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+        lengths[-1] -= 1
+        return lengths
 
     def _print(self, n: int) -> None:
         """Prints the first `n` characters of what is pending for good."""
-        if not n:
-            return
         text, self._pending = self._pending[:n], self._pending[n:]
         if self._live is not None:
             self._live.stop()
@@ -129,11 +131,24 @@ class MarkdownStream:
         if text.strip():
             if self._printed:
                 self._console.print()
-            self._console.print(_Lines(_Blocks(text, self._parser), tail=False), end="")
+            self._console.print(_Lines(self._rendered(text)), end="")
             self._printed = True
 
+    def _rendered(self, text: str) -> list[list[Segment]]:
+        """The lines of a block without the empty ones around them and the spaces that rich fills lines with."""
+        rendered = self._console.render_lines(_Blocks(text, self._parser), pad=False)
+        lines = [_without_padding(line) for line in rendered]
+        while lines and not lines[-1]:
+            lines.pop()
+        while lines and not lines[0]:
+            lines.pop(0)
+        return lines
+
     def _draw(self) -> None:
-        tail = _Lines(_Blocks(self._pending, self._parser), tail=True)
+        lines = self._rendered(self._pending)
+        if not lines:
+            return  # a "#" whose heading is still to come
+        tail = _Lines(lines[-max(1, self._console.height - 2) :])  # no more than can be erased again
         if self._live is None:
             if self._printed:
                 self._console.print()

@@ -45,13 +45,18 @@ class ChatFiles:
         progress = FileProgress(self.err, "loading")
         try:
             ids = load_session(path, self.session, self.held.seq, progress=progress).ids.tolist()
-        except BaseException:
+            self.held.reset(ids)
+        except KeyboardInterrupt:
+            # Wherever it came: the list and the session must not tell of different tokens.
+            self.session.rewind(0, self.held.seq)
+            self.held.reset([])
+            raise
+        except InputError:
             if not self.held.used:
                 self.held.reset([])
             raise
         finally:
             progress.clear()
-        self.held.reset(ids)
         conversation.restore(chat)
         if dropped:
             self.held.resume_shifted(pinned, dropped)

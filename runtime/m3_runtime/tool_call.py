@@ -126,7 +126,7 @@ class ToolCallParser:
         try:
             call = self._call(part[start:])
         except _MarkupError as error:
-            yield BrokenCall(part[start:].replace(NAMESPACE, "").strip(), str(error))
+            yield BrokenCall(_without_namespace(part[start:]), str(error))
             return
         if call is not None:
             yield call
@@ -157,6 +157,12 @@ class ToolCallParser:
 
 class _MarkupError(Exception):
     """Tags that do not fit together; the text says how."""
+
+
+def _without_namespace(part: str) -> str:
+    """The markup for people to read; the reply may have ended inside a namespace token."""
+    cut = max((n for n in range(2, len(NAMESPACE)) if part.endswith(NAMESPACE[:n])), default=0)
+    return part[: len(part) - cut].replace(NAMESPACE, "").strip()
 
 
 @dataclass

@@ -4,6 +4,7 @@ import pytest
 
 from m3_runtime.errors import ContextError, InputError, NotFiniteError
 from m3_runtime.generate import FinishReason
+from m3_runtime.held_tokens import Shift
 from m3_runtime.template import ChatTemplate
 from scripted_chat import END, TOKENIZER, Chat
 
@@ -231,6 +232,19 @@ def test_a_document_whose_reading_was_stopped_is_not_there():
     with pytest.raises(KeyboardInterrupt):
         chat.conversation.read("book.txt", BOOK)
     assert chat.conversation.document == ""
+
+
+def test_a_shift_makes_room_for_a_document_and_keeps_it_for_the_question():
+    chat = Chat(f"one{END}", f"two{END}", READ, f"three{END}", f"four{END}", context=400, shift=Shift(16, 0))
+    for _ in range(2):
+        chat.ask("word " * 50)
+    chat.conversation.read("book.txt", BOOK)
+    dropped = chat.conversation.dropped
+    assert dropped > 0 and "word" in chat.conversation.take_dropped()[0]
+    assert chat.ask("The code?") == "three"
+    assert BOOK in chat.held and chat.conversation.answer.timings.prefill_tokens < 20
+    with pytest.raises(ContextError, match=r"^long\.txt: \d+ tokens, \d+ are pinned and a question needs 64; "):
+        chat.conversation.read("long.txt", BOOK * 3)
 
 
 # ---------------------------------------------------------------------------------------------- settings, state

@@ -1,9 +1,9 @@
 """The loop of the chat and its commands, on a session that follows a script."""
 
 import io
-import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,6 @@ from m3_runtime.chat_commands import NAMES, ChatCommands, read_text
 from m3_runtime.chat_loop import ChatLoop
 from m3_runtime.errors import ExitCode, InputError, NotFiniteError
 from m3_runtime.held_tokens import Shift
-from m3_runtime.line_reader import PipeReader
 from m3_runtime.reply import Piece
 from m3_runtime.screen import Screen
 from m3_runtime.template import ChatTemplate
@@ -26,6 +25,9 @@ class Script:
     def __init__(self, interactive: bool, *lines: str | type[BaseException]) -> None:
         self.interactive = interactive
         self._lines = iter(lines)
+
+    def quiet(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def read(self) -> str | None:
         line = next(self._lines, None)
@@ -202,7 +204,11 @@ def test_ctrl_c_after_a_stopped_answer_leaves_unless_it_comes_at_once():
     late = interrupting(Chat(f"one two{END}", f"three{END}"), 2)
     assert loop(late, "a", KeyboardInterrupt, "b", clock=times(0.0, 5.0))[1].count("three") == 0
     at_once = interrupting(Chat(f"one two{END}", f"three{END}"), 2)
-    assert loop(at_once, "a", KeyboardInterrupt, "b", clock=times(0.0, 0.3))[1].count("three") == 1
+    _, out, err = loop(at_once, "a", KeyboardInterrupt, "b", clock=times(0.0, 0.3))
+    assert out.count("three") == 1 and "(Ctrl-C again leaves, and so does /quit)" in err
+    leaving = interrupting(Chat(f"one two{END}", f"three{END}"), 2)
+    _, out, _ = loop(leaving, "a", KeyboardInterrupt, KeyboardInterrupt, "b", clock=times(0.0, 0.3, 0.4))
+    assert out.count("three") == 0
 
 
 def test_ctrl_c_through_a_pipe_ends_the_run():
@@ -223,22 +229,6 @@ def test_broken_weights_end_the_chat():
         loop(chat, "a")
 
 
-def test_lines_of_a_pipe(monkeypatch: pytest.MonkeyPatch):
-    data = "eins\r\nzw\u00f6i\n\nno break".encode()
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
-    reader = PipeReader()
-    assert [reader.read() for _ in range(5)] == ["eins", "zw\u00f6i", "", "no break", None]
-
-
-def test_a_line_of_a_pipe_that_is_no_utf8_is_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ok\nab\xffc\nok\n")))
-    reader = PipeReader()
-    assert reader.read() == "ok"
-    with pytest.raises(InputError, match=r"^input, line 2: invalid UTF-8 at byte offset 2 \(byte 0xff\)"):
-        reader.read()
-    assert reader.read() == "ok"
-
-
 # ---------------------------------------------------------------------------------------------- commands
 
 
@@ -257,7 +247,7 @@ def test_read_and_ask(tmp_path: Path):
     chat = Chat("", f"7316{END}", f"two{END}")
     code, out, err = loop(chat, f"/read {book}", "/context", "The code?", "/undo", "/undo", "b", interactive=False)
     assert (code, out) == (ExitCode.OK, "7316\ntwo\n")
-    assert "(book.txt: " in err and " tokens read at " in err and "What follows asks about it)" in err
+    assert "(book.txt: " in err and " tokens read at " in err and "the next message asks about it)" in err
     assert "file     read, for the next message to ask about" in err
     assert "; the file it asked about is still there; " in err and "(took back the file; " in err
     assert [message["content"] for message in chat.conversation.messages] == ["b", "two"]

@@ -1,6 +1,7 @@
 """Tool calls come out as names and typed arguments, however the reply is cut and whatever is wrong with it."""
 
 import json
+import os
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from m3_runtime.tool_call import (
 )
 
 NS = NAMESPACE
+SHARED = Path(os.environ.get("M3_SHARED", Path(__file__).resolve().parents[3] / "shared"))
+OFFICIAL = SHARED / "oracle" / "chat_template.jinja"
 TEMPLATE = ChatTemplate((Path(__file__).resolve().parents[1] / "chat_template.jinja").read_text(encoding="utf-8"))
 
 
