@@ -215,7 +215,20 @@ def test_killed_started_again_full_and_drained(nano_gguf, server):
         connection.close()
 
     # On the same port, with a key, for one request at a time and one that waits.
-    arguments = ("--port", port, "--parallel", 1, "--queue", 1, "--api-key", "secret", "--max-body", "100000")
+    arguments = (
+        "--port",
+        port,
+        "--parallel",
+        1,
+        "--queue",
+        1,
+        "--api-key",
+        "secret",
+        "--max-body",
+        "100000",
+        "--drain",
+        120,
+    )
     with ServerProcess(nano_gguf, *arguments, "--context", 2048) as again:
         for headers in ({}, *({"Authorization": value} for value in ("Bearer wrong", "Basic secret", "secret"))):
             status, error = again.error("/v1/models", headers=headers)
@@ -228,7 +241,7 @@ def test_killed_started_again_full_and_drained(nano_gguf, server):
         status, error = again.error(CHAT, data=b" " * 100_001, headers=KEY)
         assert status == 413 and error["message"] == "the body is larger than 100000 bytes"
 
-        first, first_answer = stream_of(again, {**ENDLESS, "max_tokens": 500})
+        first, first_answer = stream_of(again, {**ENDLESS, "max_tokens": 400})
         assert first_answer.readline().startswith(b"data: ")
         second, second_answer = stream_of(again, ENDLESS)
         wait_for(lambda: json.loads(again.request("/health")[2])["waiting"] == 1)

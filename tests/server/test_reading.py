@@ -42,6 +42,11 @@ def tokenizer(nano_gguf):
         yield ChatTokenizer(file.metadata)
 
 
+@pytest.fixture(scope="module")
+def compiler(tokenizer) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer, len(tokenizer) + 5)
+
+
 def read(reading, ids):
     updates = []
     for id in ids:
@@ -126,8 +131,7 @@ def accepts(compiler: GrammarCompiler, grammar: str, text: str) -> bool:
     return True
 
 
-def test_the_grammar_of_calls(tokenizer):
-    compiler = GrammarCompiler(tokenizer, len(tokenizer) + 5)
+def test_the_grammar_of_calls(tokenizer, compiler):
     tools = [{"name": "f", "parameters": SCHEMA}, {"name": "g", "parameters": None}]
     grammar = tool_grammar(tools, tokenizer, parallel=True)
     good = (
@@ -164,8 +168,7 @@ def test_the_grammar_of_calls(tokenizer):
         tool_grammar([{"name": "f", "parameters": {"properties": {"a>b": {}}}}], tokenizer, parallel=True)
 
 
-def test_thinking_before_a_form(tokenizer):
-    compiler = GrammarCompiler(tokenizer, len(tokenizer) + 5)
+def test_thinking_before_a_form(tokenizer, compiler):
     think, unthink = tokenizer.token_id("<mm:think>"), tokenizer.token_id("</mm:think>")
     (end,) = tokenizer.end_ids
 
@@ -204,9 +207,9 @@ JSON = st.recursive(
 
 @settings(max_examples=60, deadline=None)
 @given(value=JSON, seed=st.integers(0, 2**32))
-def test_a_form_of_one_value_gives_this_value(tokenizer, value, seed):
+def test_a_form_of_one_value_gives_this_value(tokenizer, compiler, value, seed):
     """Whichever of the allowed tokens are taken: bytes of characters one by one, and never a named token."""
-    constraint = GrammarCompiler(tokenizer, len(tokenizer)).json({"const": value}, prompt="</mm:think>")
+    constraint = compiler.json({"const": value}, prompt="</mm:think>")
     random = np.random.default_rng(seed)
     ids = []
     while True:
