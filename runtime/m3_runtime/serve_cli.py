@@ -49,6 +49,15 @@ def serve_command(
             "variable keeps it out of the list of processes.",
         ),
     ] = None,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow-host",
+            metavar="NAME",
+            help="A further name under which requests are answered, where a proxy passes its own on; may be given "
+            "several times. Without it a server on loopback answers to localhost and its addresses, any other to all.",
+        ),
+    ] = None,
     name: Annotated[
         str | None, typer.Option("--name", metavar="ID", help="Id of the model. Default: the name of the file.")
     ] = None,
@@ -137,6 +146,7 @@ def serve_command(
             host=host,
             port=port,
             key=api_key,
+            names=frozenset(host.lower() for host in allow_host or ()),
             name=name,
             context=context,
             cache=cache,

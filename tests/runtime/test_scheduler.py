@@ -346,6 +346,23 @@ def test_preempted_requests_go_on_where_they_were():
         assert scheduler.totals.preemptions >= 2
 
 
+def test_too_few_pages_change_no_bit(model):
+    """On the engine: pages shared by forks, copied, dropped and evaluated again."""
+    common = prompt(75, 7)
+    prompts = [common[: 70 - 5 * i] + prompt(60 + 17 * i, i) for i in range(5)]
+    lone = [alone(model, ids, 70, DRAWN, i)[0] for i, ids in enumerate(prompts)]
+    with model.session(context=CONTEXT, sequences=8, pages=CONTEXT // BLOCK + 2, threads=1) as session:
+        with Scheduler(session, options(chunk=48)) as scheduler:
+            heard = [Heard() for _ in prompts]
+            for i, ids in enumerate(prompts):
+                scheduler.submit(request(ids, heard[i], DRAWN, i, max_tokens=70))
+            assert {one.wait().reason for one in heard} == {EndReason.MAX_TOKENS}
+            assert scheduler.totals.preemptions > 0
+            assert [one.ids for one in heard] == lone
+            scheduler.cache.drop_idle()
+        assert session.pages()[0] == 0
+
+
 def test_an_idle_prefix_stays_until_its_room_is_needed():
     session = FakeSession(sequences=3, pages=64)
     cache = PrefixCache(session, 3, 4)

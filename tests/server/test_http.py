@@ -228,11 +228,16 @@ def test_killed_started_again_full_and_drained(nano_gguf, server):
         "100000",
         "--drain",
         120,
+        "--allow-host",
+        "Proxy.example",
     )
     with ServerProcess(nano_gguf, *arguments, "--context", 2048) as again:
         for headers in ({}, *({"Authorization": value} for value in ("Bearer wrong", "Basic secret", "secret"))):
             status, error = again.error("/v1/models", headers=headers)
             assert status == 401 and error["code"] == "invalid_api_key"
+        proxied = {**KEY, "Host": "proxy.example", "Origin": "https://proxy.example"}
+        assert again.request("/v1/models", headers=proxied)[0] == 200
+        assert again.error("/v1/models", headers={**KEY, "Host": "other.example"})[0] == 403
         assert again.error(CHAT, data=b"{")[0] == 401 and again.error("/metrics")[0] == 401
         assert again.request("/health")[0] == 200 and again.request("/")[0] == 200
         with openai.OpenAI(base_url=f"{again.url}/v1", api_key="secret", max_retries=0) as client:

@@ -34,7 +34,8 @@ Content: TypeAlias = Annotated[str, BeforeValidator(_joined)]
 
 
 class FunctionCall(_Body):
-    name: str = Field(pattern=_NAME)
+    # Also a name that no tool has: a model may have made it up, and its client sends back what it got.
+    name: str = Field(min_length=1, max_length=1000)
     arguments: str
 
     @field_validator("arguments")
@@ -221,7 +222,7 @@ class ChatRequest(Sampling):
     def _fits_together(self) -> "ChatRequest":
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             raise ValueError("max_tokens and max_completion_tokens are both given")
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) < len(names):

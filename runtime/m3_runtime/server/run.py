@@ -44,6 +44,7 @@ class ServeOptions:
     host: str
     port: int  #: 0: any that is free
     key: str | None
+    names: frozenset[str]  #: further ones of the server, in lower case
     name: str | None  #: id of the model
     context: int | None
     cache: int | None  #: tokens of all conversations together
@@ -84,13 +85,14 @@ def serve(options: ServeOptions) -> ExitCode:
                 limits=options.limits,
                 thinking=options.thinking,
             )
-            # Only a server that others cannot reach has names that are known.
-            hosts = LOOPBACK | {options.host.lower()} if _is_loopback(listener) else None
+            # Of a server that others cannot reach all names are known.
+            is_local = _is_loopback(listener)
+            hosts = LOOPBACK | options.names | {options.host.lower()} if is_local or options.names else None
             app = new_app(service, Metrics(scheduler, session), AppOptions(key=options.key, hosts=hosts))
             listener.listen(_BACKLOG)  # who comes from now on is answered
             host = f"[{options.host}]" if ":" in options.host else options.host
             _say(f"{service.name} at http://{host}:{listener.getsockname()[1]}")
-            if options.key is None and hosts is None:
+            if options.key is None and not is_local:
                 _say("warning: others can reach this server, and --api-key is not set")
             _run(app, listener, options.drain_seconds, scheduler.stop)
     return ExitCode.OK
