@@ -24,7 +24,8 @@ class ServerProcess:
     def __init__(self, model: Path, *arguments: object) -> None:
         code = "from m3_runtime.start import m3_serve; m3_serve()"
         command = [sys.executable, "-c", code, str(model), "--port", "0", "--threads", "1", *map(str, arguments)]
-        environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'runtime'}", "PYTHONUNBUFFERED": "1"}
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'runtime'}"}
+        environment.pop("M3_API_KEY", None)
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
         self.lines: list[str] = []
         found: queue.Queue[str | None] = queue.Queue()
