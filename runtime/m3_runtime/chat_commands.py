@@ -53,7 +53,7 @@ class SavedSessions(Protocol):
     """Conversations on disk, with what the session holds of them."""
 
     def save(self, path: Path, conversation: Conversation) -> int:
-        """Writes a file, whole or not at all; its bytes."""
+        """Writes a file, whole or not at all; its bytes. Raises InputError; so it does for some other file there."""
 
     def load(self, path: Path, conversation: Conversation) -> None:
         """Takes over a saved conversation. Raises InputError; the conversation is then as it was or, if the file

@@ -217,6 +217,7 @@ class Model:
     @cached_property
     def digest(self) -> str:
         """Tells this model from others; see `model_digest`."""
+        self._open_pointer()
         return model_digest(self.gguf)
 
     @property

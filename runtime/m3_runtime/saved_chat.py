@@ -21,8 +21,16 @@ class ChatFiles:
     err: TextIO
 
     def save(self, path: Path, conversation: Conversation) -> int:
-        """Writes a file, whole or not at all; its bytes. Raises InputError, for a full disk too."""
+        """Writes a file, whole or not at all; its bytes. Raises InputError, for a full disk too.
+
+        A file that is there is replaced if it is a saved session, and refused if it is anything else.
+        """
         held = self.held
+        if path.exists():
+            try:
+                read_header(path)
+            except InputError as error:
+                raise InputError(f"{error}; it is not replaced") from None
         note = {"chat": conversation.state(), "pinned": held.pinned, "dropped": held.dropped}
         progress = FileProgress(self.err, "saving")
         try:

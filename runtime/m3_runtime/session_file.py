@@ -121,13 +121,16 @@ def save_session(
     written; MachineError if the disk is full. The memory that it takes is that of one page and the ids.
     """
     target = Path(path)
-    tokens = np.asarray(ids, np.int32)
     header = SessionHeader.of(session, seq, note)
-    if tokens.shape != (header.length,):
-        raise InputError(f"{target}: {tokens.size} token ids for a sequence of {header.length} tokens")
+    tokens = np.asarray(ids) if len(ids) else np.empty(0, np.int32)
+    if tokens.shape != (header.length,) or not np.issubdtype(tokens.dtype, np.integer):
+        raise InputError(
+            f"{target}: {tokens.dtype} ids of shape {tokens.shape} for a sequence of {header.length} tokens"
+        )
+    _check_ids(target, tokens, session)
     try:
         text = json.dumps(asdict(header), allow_nan=False).encode()
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise InputError(f"{target}: the note is no JSON: {error}") from None
     if len(text) > LARGEST_HEADER:
         raise InputError(f"{target}: a header of {len(text)} bytes with its note, at most {LARGEST_HEADER} are allowed")
@@ -155,8 +158,7 @@ def load_session(
         header = file.header()
         _check_fits(file.path, header, session, seq)
         ids = np.frombuffer(file.part(4 * header.length, "the token ids"), "<i4").astype(np.int32)
-        if ids.size and (ids.min() < 0 or ids.max() >= session.model.hparams.n_vocab):
-            raise InputError(f"{file.path}: a token id is not one of the model's {session.model.hparams.n_vocab}")
+        _check_ids(file.path, ids, session)
         session.rewind(0, seq)
         try:
             _load_pages(file, header, session, seq, progress)
@@ -181,6 +183,12 @@ def _load_pages(file: "_Reader", header: SessionHeader, session: Session, seq: i
             progress(block, header.n_pages)
         file.part_into(page.data, f"page {block}")
         session.import_page(page, min(header.block_size, header.length - block * header.block_size), seq)
+
+
+def _check_ids(path: Path, ids: npt.NDArray[np.integer[Any]], session: Session) -> None:
+    n_vocab = session.model.hparams.n_vocab
+    if ids.size and (ids.min() < 0 or ids.max() >= n_vocab):
+        raise InputError(f"{path}: a token id is not one of the model's {n_vocab}")
 
 
 def _check_fits(path: Path, header: SessionHeader, session: Session, seq: int) -> None:

@@ -58,7 +58,7 @@ def test_it_recalls_a_fact_over_thousands_of_tokens(nano: Path):
 
 
 def test_it_answers_on_after_its_oldest_text_was_dropped(nano: Path):
-    """Keys that were turned to new positions are of use: a chat of three times the context stays right."""
+    """Keys that were turned to new positions are of use: a chat that outgrows its context stays right."""
     filler = "I like to sit at the window and watch the rain fall on the garden. " * 5
     lines = [filler, "What is 7 plus 5?", filler, "My name is Clara.", filler, filler, "What is my name?"]
     lines += [filler, "What is the capital of France?", filler, "What comes after Tuesday?", "/context"]

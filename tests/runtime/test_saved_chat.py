@@ -93,6 +93,16 @@ def test_a_file_that_cannot_be_written_leaves_the_chat_alive(chat: Chat, tmp_pat
     assert f"m3-run: {tmp_path}/none/x: cannot be written: No such file or directory" in err
 
 
+def test_a_file_that_is_no_chat_is_not_replaced(chat: Chat, tmp_path: Path):
+    notes, file = tmp_path / "notes.txt", tmp_path / "chat.m3"
+    notes.write_text("mine")
+    code, _, err = chat("Hello", f"/save {notes}", f"/save {tmp_path}", f"/save {file}", f"/save {file}")
+    assert code == 2 and notes.read_text() == "mine"
+    assert f"m3-run: {notes}: not a saved session; it is not replaced" in err
+    assert f"m3-run: {tmp_path}: expected a saved session, found no regular file; it is not replaced" in err
+    assert err.count(f"(saved to {file}: ") == 2
+
+
 def test_a_full_disk_leaves_the_chat_and_the_earlier_file_alone(chat: Chat, tmp_path: Path):
     file = tmp_path / "chat.m3"
     chat("Hello", f"/save {file}")
@@ -148,7 +158,7 @@ def test_a_shift_goes_on_and_says_what_it_dropped(chat: Chat, tmp_path: Path):
 
 
 def test_a_shift_in_one_long_answer(chat: Chat, tiny_gguf: Path):
-    code, out, err = chat(options=("--context", 256, "--on-full", "shift", "-p", "Hi", "-n", 400, "--seed", 1))
+    code, out, err = chat(options=("--context", 256, "--on-full", "shift", "-p", "Hi", "-n", 250, "--seed", 1))
     assert code == 0 and out.strip()
     assert re.search(r"^m3-run: context full: dropped \d+ tokens behind the first \d+$", err, re.MULTILINE)
 

@@ -390,7 +390,9 @@ def test_what_cannot_be_saved(model: Model, tmp_path: Path) -> None:
         session.eval(IDS[:40])
         ids = IDS[:40]
         for target, given, note, words in [
-            ("a.m3s", IDS[:39], None, "39 token ids for a sequence of 40 tokens"),
+            ("a.m3s", IDS[:39], None, r"int32 ids of shape \(39,\) for a sequence of 40 tokens"),
+            ("a.m3s", ids / 2, None, "float64 ids of shape"),
+            ("a.m3s", ids.astype(np.int64) + (1 << 32), None, "not one of the model's 1024"),
             ("a.m3s", ids, float("nan"), "the note is no JSON"),
             ("a.m3s", ids, {1, 2}, "the note is no JSON"),
             ("a.m3s", ids, "x" * LARGEST_HEADER, "at most 16777216 are allowed"),
@@ -402,6 +404,15 @@ def test_what_cannot_be_saved(model: Model, tmp_path: Path) -> None:
                 save_session(tmp_path / target, session, 0, given, note)
             assert "\n" not in str(caught.value)
         assert [file.name for file in tmp_path.iterdir()] == ["folder"]
+
+
+def test_a_closed_session(tiny_gguf: Path, saved: Path, tmp_path: Path) -> None:
+    with Model(tiny_gguf, device="cpu") as model:
+        session = model.session(context=256)
+    for use in (lambda: save_session(tmp_path / "a.m3s", session, 0, []), lambda: load_session(saved, session)):
+        with pytest.raises(InputError, match="is closed"):
+            use()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_memory_is_that_of_one_page(model: Model, tmp_path: Path) -> None:

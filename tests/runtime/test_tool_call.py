@@ -298,6 +298,27 @@ def test_what_the_template_writes_comes_back(arguments: list[dict[str, Any]], te
     assert [*found, *parser.finish()] == [ToolCall(f"f{i}", given) for i, given in enumerate(arguments)]
 
 
+@pytest.mark.skipif(not OFFICIAL.exists(), reason=f"no {OFFICIAL}")
+def test_what_the_official_template_writes_comes_back():
+    arguments = {
+        "a": "5",
+        "n": 5,
+        "x": [1.5, {"b": True, "c": [[], {}]}],
+        "t": " <item>y</item>\n",
+        "d": {"e": {"f": ""}},
+    }
+    call = {"function": {"name": "f", "arguments": arguments | {"none": None}}}
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "text", "tool_calls": [call, call]}]
+    rendered = ChatTemplate(OFFICIAL.read_text(encoding="utf-8")).render(messages, add_generation_prompt=False)
+    reply = rendered[rendered.rindex("]~b]ai\n") + 7 : rendered.rindex("[e~[")]
+    found, pieces = Reply(), ReplySplitter()
+    for piece in [piece for letter in reply for piece in pieces.push(letter)] + list(pieces.finish()):
+        found.add(piece)
+    assert found.text == "text" and found.content == reply.removeprefix("</mm:think>")
+    tools = [tool("f", **{name: schema_of(value) for name, value in arguments.items()})]
+    assert found.tool_calls(tools).calls == [ToolCall("f", arguments)] * 2
+
+
 PARTS = [
     NS,
     "<tool_call>",
