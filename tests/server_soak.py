@@ -1,7 +1,7 @@
-"""Ten thousand requests to a real m3-serve, and what it holds meanwhile: python tests/server_soak.py MODEL.gguf [COUNT].
+"""Ten thousand requests to a real m3-serve, and what it holds meanwhile: server_soak.py MODEL.gguf [COUNT].
 
-One in ten is malformed, one leaves before its answer, one asks for JSON of a schema of its own, three are streamed. Fails
-if memory, threads or descriptors grow after the first fifth, or if something is left at work.
+One in ten is malformed, one leaves before its answer, one asks for JSON of a schema of its own, three are streamed.
+Fails if memory, threads or descriptors grow after the first fifth, or if something is left at work.
 """
 
 import http.client
@@ -36,14 +36,15 @@ class Held:
 class Soak:
     """Requests of all kinds, from several clients at once."""
 
-    def __init__(self, server: ServerProcess, count: int) -> None:
+    def __init__(self, server: ServerProcess, count: int, seed: int) -> None:
         self._server = server
+        self._seed = seed
         self._left = count
         self._lock = threading.Lock()
         self.statuses: Counter[int | str] = Counter()
 
     def run(self) -> None:
-        clients = [threading.Thread(target=self._client, args=(seed,)) for seed in range(_CLIENTS)]
+        clients = [threading.Thread(target=self._client, args=(self._seed + i,)) for i in range(_CLIENTS)]
         for client in clients:
             client.start()
         for client in clients:
@@ -93,12 +94,11 @@ def main(model: Path, count: int) -> None:
         warm: Held | None = None
         for part in range(5):
             start = time.monotonic()
-            soak = Soak(server, count // 5)
+            soak = Soak(server, count // 5, part * _CLIENTS)
             soak.run()
             held = Held(server.process.pid)
-            print(
-                f"{(part + 1) * (count // 5)} requests: {held}; {time.monotonic() - start:.0f} s {dict(soak.statuses)}"
-            )
+            seconds = time.monotonic() - start
+            print(f"{(part + 1) * (count // 5)} requests: {held}; {seconds:.0f} s {dict(soak.statuses)}")
             assert set(soak.statuses) <= {200, 400, "left"}
             warm = warm or held
         time.sleep(1)  # those whose client has left
