@@ -14,7 +14,7 @@ from m3_runtime.quantities import parse_size
 
 NAME = "m3-serve"
 
-_PACKAGES = ("fastapi", "llguidance", "prometheus_client", "uvicorn")
+_PACKAGES = ("fastapi", "llguidance", "prometheus_client", "pydantic", "starlette", "uvicorn")
 
 app = new_app()
 

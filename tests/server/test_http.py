@@ -57,6 +57,7 @@ def wait_for(condition, seconds: float = 20.0) -> None:
         ({"messages": HELLO, "frequency_penalty": 9}, "frequency_penalty", "frequency_penalty"),
         ({"messages": HELLO, "stop": [""]}, "1 to 1000 characters", "stop"),
         ({"messages": HELLO, "stop": ["a"] * 17}, "at most 16", "stop"),
+        ({"messages": HELLO, "logit_bias": {str(i): 1 for i in range(1025)}}, "at most 1024", "logit_bias"),
         ({"messages": HELLO, "logit_bias": {"x": 1}}, "'x', expected a token id", None),
         ({"messages": HELLO, "top_logprobs": 3}, "needs logprobs", None),
         ({"messages": HELLO, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs"),

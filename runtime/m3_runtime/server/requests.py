@@ -7,6 +7,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 
 MAX_STOPS: Final = 16
 MAX_TOP_LOGPROBS: Final = 20
+MAX_BIASES: Final = 1024
 _MAX_STOP_CHARACTERS: Final = 1000
 _NAME: Final = r"^[a-zA-Z0-9_./:-]{1,128}$"
 
@@ -166,7 +167,7 @@ class Sampling(_Body):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     stop: Annotated[list[str], BeforeValidator(_listed), Field(max_length=MAX_STOPS)] | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=MAX_BIASES)
     n: Literal[1] | None = None
     # Beyond OpenAI's: what m3-run has.
     top_k: int | None = Field(None, ge=0, lt=2**31)
