@@ -317,7 +317,7 @@ def test_ten_thousand_requests_leave_nothing_behind():
         assert scheduler.totals.preemptions > 0 and scheduler.cache.evictions > 100
         scheduler.cache.drop_idle()
         assert session.pages() == (0, 18) and not any(session.held)
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads  # that of a session of another test may end meanwhile
 
 
 def test_pages_of_the_engine_are_returned(model):
