@@ -7,7 +7,7 @@ import subprocess
 from base64 import b64decode
 from pathlib import Path
 from select import select
-from time import monotonic
+from time import monotonic, sleep
 from types import TracebackType
 from typing import Any
 
@@ -81,8 +81,11 @@ class Browser:
         assert "error" not in answer, answer
         return answer["result"]
 
-    def open(self, page: Path, *, width: int, height: int = 900, dark: bool = False, media: str = "") -> None:
-        """Loads a file. width, height: of the window, in CSS pixels. media: "print" to see it as it is printed."""
+    def open(self, page: Path | str, *, width: int, height: int = 900, dark: bool = False, media: str = "") -> None:
+        """Loads a file or an address.
+
+        width, height: of the window, in CSS pixels. media: "print" to see it as it is printed.
+        """
         self.messages.clear()
         self.requests.clear()
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
@@ -91,9 +94,27 @@ class Browser:
         )
         self.call("Emulation.setEmulatedMedia", media=media, features=[scheme])
         self._loaded = False
-        self.call("Page.navigate", url=page.resolve().as_uri())
+        self.call("Page.navigate", url=page if isinstance(page, str) else page.resolve().as_uri())
         while not self._loaded:
             self._note(self._receive())
+
+    def press(self, key: str, text: str = "", *, shift: bool = False) -> None:
+        """A key of the keyboard; text: what it writes."""
+        code = {"Enter": 13, "Escape": 27, "Tab": 9}.get(key, 0)
+        event = {"key": key, "code": key, "windowsVirtualKeyCode": code, "modifiers": 8 if shift else 0}
+        self.call("Input.dispatchKeyEvent", type="keyDown", **event, **({"text": text} if text else {}))
+        self.call("Input.dispatchKeyEvent", type="keyUp", **event)
+
+    def write(self, text: str) -> None:
+        """Text for what has the focus."""
+        self.call("Input.insertText", text=text)
+
+    def wait_for(self, expression: str) -> None:
+        """Until a JavaScript expression is true in the page."""
+        end = monotonic() + _SECONDS
+        while not self.value(expression):
+            assert monotonic() < end, f"never true: {expression}"
+            sleep(0.02)
 
     def value(self, expression: str) -> Any:
         """What a JavaScript expression gives in the page."""

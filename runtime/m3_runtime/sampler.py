@@ -1,12 +1,13 @@
 """Choosing the next token from logits.
 
-The filters run in the order of transformers: repeat penalty, temperature, top-k, top-p, min-p, then one draw.
+The filters run in the order of transformers: repeat penalty, temperature, top-k, top-p, min-p, then one draw. What
+OpenAI's interface has beside them (`Adjustment`) is done after the repeat penalty.
 """
 
 import math
 import secrets
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -37,12 +38,12 @@ class SamplerOptions:
     repeat_last_n: int = 64  #: how many tokens are recent, prompt included; 0 none, -1 all
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            low, high, expected = _RANGES[field.name]
-            number = isinstance(value, int) if field.type is int else isinstance(value, int | float)
+        for known in fields(self):
+            value = getattr(self, known.name)
+            low, high, expected = _RANGES[known.name]
+            number = isinstance(value, int) if known.type is int else isinstance(value, int | float)
             if not number or isinstance(value, bool) or not low <= value <= high:
-                raise InputError(f"{field.name}: {value!r}, expected {expected}")
+                raise InputError(f"{known.name}: {value!r}, expected {expected}")
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, object]) -> "SamplerOptions":
@@ -71,6 +72,15 @@ _RANGES: dict[str, tuple[float, float, str]] = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Adjustment:
+    """What is added to logits before the filters (source: OpenAI's chat completions)."""
+
+    presence_penalty: float = 0.0  #: taken from the logit of every token that the reply has already
+    frequency_penalty: float = 0.0  #: the same, times the number of its occurrences in the reply
+    bias: Mapping[int, float] = field(default_factory=dict)  #: added to the logit of an id
+
+
 def new_seed() -> int:
     """A seed that nobody chose, small enough to type."""
     return secrets.randbits(32)
@@ -79,21 +89,36 @@ def new_seed() -> int:
 class Sampler:
     """Draws tokens. The same options, seed and logits give the same tokens on every machine."""
 
-    def __init__(self, options: SamplerOptions, seed: int, banned: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        options: SamplerOptions,
+        seed: int,
+        banned: Collection[int] = (),
+        adjustment: Adjustment | None = None,
+    ) -> None:
         """seed: 0 or more. banned: ids that are never chosen; at least one other must remain."""
         if seed < 0:
             raise InputError(f"seed: {seed}, expected 0 or more")
         self.options = options
         self.seed = seed
         self._banned = np.array(sorted(banned), dtype=np.int64)
+        self._adjustment = adjustment or Adjustment()
         self._random = np.random.Generator(np.random.PCG64(seed))
 
-    def sample(self, logits: npt.NDArray[np.float32], history: Sequence[int] = ()) -> int:
+    def sample(
+        self,
+        logits: npt.NDArray[np.float32],
+        history: Sequence[int] = (),
+        *,
+        n_prompt: int = 0,
+        allowed: npt.NDArray[np.bool_] | None = None,
+    ) -> int:
         """The next id.
 
-        logits: float32 [n_vocab], not changed; history: the ids so far, for the repeat penalty.
+        logits: float32 [n_vocab], not changed; history: the ids so far, for the penalties; n_prompt: how many of them
+        are not the reply's own; allowed: bool [n_vocab], the ids that may be chosen.
         One random number is drawn for each call, none at temperature 0.
-        Raises NotFiniteError if a logit is NaN or infinite.
+        Raises NotFiniteError if a logit is NaN or infinite, InputError if no id may be chosen.
         """
         finite = np.isfinite(logits)
         if not finite.all():
@@ -103,7 +128,12 @@ class Sampler:
             )
         scores = logits.astype(np.float64)
         self._penalize(scores, history)
+        self._adjust(scores, history, n_prompt)
         scores[self._banned] = -np.inf
+        if allowed is not None:
+            scores[~allowed] = -np.inf
+            if not (scores > -np.inf).any():
+                raise InputError("no token is left that may follow")
         if self.options.temperature == 0:
             return int(np.argmax(scores))
         ids = self._best(scores)
@@ -120,6 +150,14 @@ class Sampler:
             return
         recent = np.unique(np.asarray(history if last_n < 0 else history[-last_n:], dtype=np.int64))
         scores[recent] = np.where(scores[recent] > 0, scores[recent] / penalty, scores[recent] * penalty)
+
+    def _adjust(self, scores: npt.NDArray[np.float64], history: Sequence[int], n_prompt: int) -> None:
+        presence, frequency = self._adjustment.presence_penalty, self._adjustment.frequency_penalty
+        if (presence or frequency) and len(history) > n_prompt:
+            ids, counts = np.unique(np.asarray(history[n_prompt:], dtype=np.int64), return_counts=True)
+            scores[ids] -= presence + frequency * counts
+        for id, bias in self._adjustment.bias.items():
+            scores[id] += bias
 
     def _best(self, scores: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
         """The top-k ids, best first, the lower id first among equals; banned ones are not among them."""

@@ -30,3 +30,8 @@ def m3_run() -> NoReturn:
 def m3_bench() -> NoReturn:
     """m3-bench."""
     start("m3-bench", lambda: import_module("m3_runtime.bench_cli").main)
+
+
+def m3_serve() -> NoReturn:
+    """m3-serve."""
+    start("m3-serve", lambda: import_module("m3_runtime.serve_cli").main)

@@ -15,6 +15,7 @@ from m3_convert.recipe import recipe_names
 from m3_runtime import native, options
 from m3_runtime.bench_cli import app as bench_app
 from m3_runtime.cli import app as run_app
+from m3_runtime.serve_cli import app as serve_app
 
 NO_SOURCE = "expected a checkpoint folder, a GGUF file or an id on the Hub (owner/name), found nothing"
 
@@ -99,6 +100,7 @@ COMMANDS = [
     (check_app, "m3-check-selection"),
     (run_app, "m3-run"),
     (bench_app, "m3-bench"),
+    (serve_app, "m3-serve"),
 ]
 
 
