@@ -355,7 +355,7 @@ INLINE void multiply_rows(const m3_tile_product *p, const m3_activations *a, int
 
 INLINE void multiply_kind(const m3_tile_product *p, bool halved, bool minima) {
   m3_ahead ahead = p->ahead;
-  int64_t lines = m3_ahead_lines(&ahead, (p->n_x + X_ROWS - 1) / X_ROWS);
+  int64_t lines = m3_ahead_lines(&ahead, p->n_x > 1 ? (p->n_x + 1) / X_ROWS : 1); /* by the steps below */
   for (int64_t r = 0, n; r < p->n_x; r += n) {
     m3_fetch(&ahead, lines);
     int64_t left = p->n_x - r;
