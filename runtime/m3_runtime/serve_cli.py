@@ -9,7 +9,19 @@ import typer
 from m3_runtime.cli import Thinking
 from m3_runtime.command import guarded, new_app, run
 from m3_runtime.errors import InputError, MachineError
-from m3_runtime.options import Attention, Device, Exact, IndexScan, IndexType, Isa, KvType, NoMmap, Threads, Version
+from m3_runtime.options import (
+    Attention,
+    Device,
+    Exact,
+    ExpertsOn,
+    IndexScan,
+    IndexType,
+    Isa,
+    KvType,
+    NoMmap,
+    Threads,
+    Version,
+)
 from m3_runtime.quantities import parse_size
 
 NAME = "m3-serve"
@@ -126,6 +138,7 @@ def serve_command(
     exact: Exact = False,
     isa: Isa = "auto",
     no_mmap: NoMmap = False,
+    experts_on: ExpertsOn = "auto",
     version: Version = False,
 ) -> int:
     missing = [package for package in _PACKAGES if find_spec(package) is None]
@@ -157,6 +170,7 @@ def serve_command(
             thinking=thinking and thinking.value,
             device=device,
             isa=isa,
+            experts_on=experts_on,
             threads=threads,
             attention=attention,
             kv_type=kv_type,

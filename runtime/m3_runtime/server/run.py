@@ -55,6 +55,7 @@ class ServeOptions:
     thinking: str | None
     device: str
     isa: str
+    experts_on: str  #: as for `Model`
     threads: int
     attention: str
     kv_type: str
@@ -74,6 +75,7 @@ def serve(options: ServeOptions) -> ExitCode:
         tokenizer = ChatTokenizer(model.gguf.metadata)
         plan = _Plan(options, model)
         plan.say()
+        model.place(**plan.session)
         _load(model)
         with model.session(**plan.session) as session, Scheduler(session, plan.scheduling) as scheduler:
             service = Service(
@@ -107,10 +109,12 @@ class _Plan:
         trained = model.hparams.context_train
         if options.context is not None and options.context > trained:
             raise InputError(f"--context {options.context}: the file's context is {trained}")
-        room = self._room()
+        room = self._session_room()
         self.context = options.context or memory.default_context(trained, 0, self._bytes_of_one, room)
         memory.check_session_fits(self._bytes_of_one(self.context), self.context, room)
         self.session = self._session(self.context, self._pages(room))
+        self.placement = model.plan(**self.session)
+        self.placement.check(self.context, self._room())
         self.scheduling = SchedulerOptions(
             sequences=self.session["sequences"],
             context=self.context,
@@ -119,14 +123,20 @@ class _Plan:
             queue=options.queue,
         )
 
+    def _session_room(self) -> int | None:
+        """Bytes for a session: of the GPU what the weights leave, else of the machine. None if that is unknown.
+
+        Experts that may stay on the CPU take nothing from it.
+        """
+        least = self._model.plan(**self._session(1, 1))
+        if least.free_bytes is None:
+            return self._room()
+        weights = least.weights_bytes + (least.experts_bytes if self._options.experts_on == "gpu" else 0)
+        return max(0, least.free_bytes - weights)
+
     def _room(self) -> int | None:
-        """Bytes for a session: of the GPU what the weights leave, else of the machine. None if that is unknown."""
-        model = self._model
-        device = model.device_memory()
-        if device is None:
-            return memory.session_room(0 if model.mmap else model.weight_bytes)
-        memory.check_weights_fit(model.weight_bytes, model.device_name, *device)
-        return device[0] - model.weight_bytes
+        """Bytes of the machine's memory that are left. None if that is unknown."""
+        return memory.session_room(0 if self._model.mmap else self._model.weight_bytes)
 
     def _session(self, context: int, pages: int) -> SessionOptions:
         options = self._options
@@ -170,7 +180,7 @@ class _Plan:
         return max(least, min(most, least + int((room / 2 - start) / page)))
 
     def say(self) -> None:
-        """The status on stderr."""
+        """The status and the plan on stderr."""
         options, model, pages = self._options, self._model, self.session["pages"]
         threads = f", {options.threads or default_threads()} threads" if model.backend_name == "cpu" else ""
         _say(
@@ -179,6 +189,8 @@ class _Plan:
             f"{options.kv_type}, index keys {options.index_type}, {format_bytes(self._bytes(self.context, pages))}; "
             f"{model.backend_name} {model.device_name}{threads}"
         )
+        for line in self.placement.table():
+            _say(line)
         if options.attention == "dense":
             _say(DENSE_WARNING)
 
@@ -189,7 +201,9 @@ def _name(path: Path) -> str:
 
 
 def _opened(options: ServeOptions) -> Model:
-    return Model(options.model, device=options.device, isa=options.isa, mmap=options.mmap)
+    return Model(
+        options.model, device=options.device, isa=options.isa, mmap=options.mmap, experts_on=options.experts_on
+    )
 
 
 def _load(model: Model) -> None:
