@@ -105,7 +105,8 @@ def test_sigterm_ends_an_answer_like_ctrl_c(tiny_gguf: Path):
     arguments = [sys.executable, "-c", code, str(tiny_gguf), "-p", "Hello", "--temperature", "0"]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:
         assert run.stdout is not None and run.stderr is not None
-        run.stderr.readline()
+        for _ in range(3):  # the status and the plan
+            run.stderr.readline()
         os.read(run.stdout.fileno(), 1)
         run.send_signal(signal.SIGTERM)
         _, err = run.communicate(timeout=60)

@@ -148,7 +148,7 @@ def test_a_reader_that_leaves_is_no_error(tiny_gguf: Path):
         process.stdout.close()
         err = process.stderr.read()
         assert process.wait(SECONDS) == 0
-    assert err.count(b"\n") == 1
+    assert err.count(b"\n") == 3  # the status and the plan
 
 
 def test_a_limit_on_address_space(tiny_gguf: Path, tmp_path: Path):
