@@ -38,6 +38,9 @@ struct m3_session {
  * (M3_INDEX_SCAN_AUTO) it is used from there on. */
 #define M3_LOW_BIT_TOKENS 16384
 
+/* Tokens of a sequence from which a session scans low-bit copies, -1: it keeps none. */
+int64_t m3_low_bit_tokens(const m3_model *m, const m3_session_options *o);
+
 /* Rows whose logits are computed together: bounds the logits buffer for a large vocabulary. */
 #define M3_LOGIT_ROWS 32
 
