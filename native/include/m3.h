@@ -133,7 +133,7 @@ typedef enum m3_attention {
 /* How one or a few queries (decoding) find their blocks. The lists are the same, bit for bit. */
 typedef enum m3_index_scan {
   M3_INDEX_SCAN_AUTO = 0,   /* low-bit where it was measured to pay: from contexts of 16,384 tokens on; on a GPU, by the
-                             * kernels that m3_session_msa tells, of 65,536, or 262,144 where keys have 16 bits */
+                             * kernels that m3_session_msa tells, of 262,144, or 524,288 where keys have 16 bits */
   M3_INDEX_SCAN_FULL = 1,   /* reads every index key */
   M3_INDEX_SCAN_LOW_BIT = 2 /* reads int8 copies with the norm of their error, which bound the scores, and then the keys
                              * of the blocks (on a GPU the tokens) that the bounds do not rule out. The copies add 8

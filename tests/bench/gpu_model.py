@@ -162,6 +162,7 @@ def main() -> None:
     p.add_argument("--kv-type", default="f16")
     p.add_argument("--index-type", default="f32")
     p.add_argument("--exact", action="store_true")
+    p.add_argument("--index-scan", default="auto", choices=["auto", "full", "low_bit"])
     p.add_argument("--tokens", type=int, default=30)
     p.add_argument("--bandwidth", type=float, default=4.17, help="TB/s that reading reaches")
     a = p.parse_args()
@@ -177,7 +178,7 @@ def main() -> None:
             "kv_type": a.kv_type,
             "index_type": a.index_type,
         }
-        options |= {"chunk": a.chunk, "exact": a.exact}
+        options |= {"chunk": a.chunk, "exact": a.exact, "index_scan": a.index_scan}
         print(f"K/V {a.kv_type}, index keys {a.index_type}, chunks of {a.chunk}, msa {model.msa(**options)}")
         with model.session(**options) as session:
             session.eval(rng.integers(0, s.vocab, min(a.chunk, a.prefill[0]), np.int32))  # warms up
