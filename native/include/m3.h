@@ -144,11 +144,12 @@ typedef enum m3_attention {
 
 /* How one or a few queries (decoding) find their blocks. The lists are the same, bit for bit. */
 typedef enum m3_index_scan {
-  M3_INDEX_SCAN_AUTO = 0,   /* low-bit where it was measured to pay: from contexts of 16,384 tokens on */
+  M3_INDEX_SCAN_AUTO = 0,   /* low-bit where it was measured to pay: from contexts of 16,384 tokens on; on a GPU, by the
+                             * kernels that m3_session_msa tells, of 262,144, or 524,288 where keys have 16 bits */
   M3_INDEX_SCAN_FULL = 1,   /* reads every index key */
   M3_INDEX_SCAN_LOW_BIT = 2 /* reads int8 copies with the norm of their error, which bound the scores, and then the keys
-                             * of the blocks that the bounds do not rule out. The copies add 8 bytes and one byte a
-                             * channel (in 32s) to each index key */
+                             * of the blocks (on a GPU the tokens) that the bounds do not rule out. The copies add 8
+                             * bytes (4) and one byte a channel (in 32s) to each index key */
 } m3_index_scan;
 
 /* Version of this interface (M3_ABI_VERSION of the library). */
@@ -424,7 +425,8 @@ typedef struct m3_session_options {
   int32_t kv_type;     /* F32 (which is 0), F16, BF16, or Q8_0 and Q4_0 where 32 divides head_dim */
   int32_t index_type;  /* the same for index_dim */
   int32_t attention;   /* an m3_attention */
-  int32_t index_scan;  /* an m3_index_scan; LOW_BIT on a backend without it is M3_ERROR_UNSUPPORTED */
+  int32_t index_scan;  /* an m3_index_scan; LOW_BIT where it is not, as in plain sessions on a GPU, is
+                        * M3_ERROR_UNSUPPORTED */
   int32_t n_threads;   /* 0 takes all cores (see m3_default_threads). The result does not depend on it */
   int32_t chunk;       /* rows evaluated together, 0 is 512. The result does not depend on it, see M3_SESSION_EXACT */
   int32_t layer_first; /* layers [layer_first, layer_first + layer_count); a count of 0 is all from layer_first. A */
@@ -482,7 +484,8 @@ m3_status m3_model_place(m3_model *model, const m3_session_options *options, m3_
 int32_t m3_model_experts_on(const m3_model *model, int32_t layer);
 
 /* Writes which kernels select blocks and attend in such a session to `out` (n_bytes, cut if it is longer): on a GPU
- * "hopper", or "plain (WHY)", or what of it is plain; nothing where there is one way only, as on the CPU. */
+ * "hopper", or "plain (WHY)", or what of it is plain, and whether index keys have low-bit copies; nothing where there
+ * is one way only, as on the CPU. */
 m3_status m3_session_msa(const m3_model *model, const m3_session_options *options, char *out, uint64_t n_bytes,
                          m3_error *err);
 
@@ -584,7 +587,8 @@ typedef struct m3_importance {
 m3_status m3_session_importance(const m3_session *session, const char *tensor, const m3_importance *out, m3_error *err);
 
 /* Work of low-bit index scans in all evals so far: blocks that were bounded, and how many of them were then scored
- * exactly; counted once a row and layer. Both 0 while no scan was low-bit. */
+ * exactly; counted once a row and layer. A GPU scores tokens: counted as the blocks that as many fill. Both 0 while no
+ * scan was low-bit. */
 void m3_session_scan(const m3_session *session, int64_t *bounded, int64_t *rescored);
 
 /* Pages in use and in all (a page holds block_size tokens of every layer of the window). One that several sequences

@@ -117,7 +117,8 @@ typedef struct m3_state_params {
   int32_t sequences, chunk;
   int64_t blocks; /* of the longest sequence */
   int32_t kv_type, index_type;
-  bool exact; /* M3_SESSION_EXACT */
+  bool exact;   /* M3_SESSION_EXACT */
+  bool low_bit; /* index keys have copies in few bits */
 } m3_state_params;
 
 /* What the operations of a chunk depend on beside the number of its rows and their places: two chunks of one row a
@@ -273,6 +274,10 @@ typedef struct m3_backend {
 
   /* Bytes of a page of low-bit copies; NULL: the backend has none. */
   int64_t (*low_bit_page_bytes)(const m3_hparams *hparams);
+
+  /* Tokens of a sequence from which a scan of low-bit copies was measured to pay in such a session, -1 if it has none;
+   * NULL: M3_LOW_BIT_TOKENS. */
+  int64_t (*low_bit_tokens)(const m3_state_params *p);
 
   /* Floats of the per-thread buffer that the operations need, for sequences of at most max_blocks blocks. */
   int64_t (*thread_floats)(const m3_hparams *hparams, int64_t max_blocks);

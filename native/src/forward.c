@@ -79,9 +79,7 @@ static m3_status attention(m3_session *s, const m3_context *c, const m3_batch *b
                           .blocks = s->scratch.blocks,
                           .n_blocks = s->last_blocks,
                           .max_blocks = longest / s->model->hparams.block_size + 1,
-                          .low_bit_from = s->options.index_scan == M3_INDEX_SCAN_LOW_BIT
-                                              ? 0
-                                              : M3_LOW_BIT_TOKENS / s->model->hparams.block_size,
+                          .low_bit_from = m3_low_bit_tokens(s->model, &s->options) / s->model->hparams.block_size,
                           .scores = s->options.record & M3_RECORD_SCORES ? s->scores : NULL};
     if (!b->select(c, &p)) return not_finite(s, layer, M3_PART_SCORES, err);
   }

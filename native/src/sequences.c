@@ -131,15 +131,20 @@ m3_status m3_session_export(m3_session *s, int32_t seq, int64_t block, void *dst
   return wait_for_device(s, err);
 }
 
-/* Low-bit copies of the tokens from position `first` on. */
-static void copy_low_bit(m3_session *s, int32_t seq, int64_t first) {
-  for (int64_t pos = first; pos < s->cache.sequences[seq].length;) {
+/* Low-bit copies of the tokens from position `first` on; waits for the device. */
+static m3_status copy_low_bit(m3_session *s, int32_t seq, int64_t first, m3_error *err) {
+  const m3_backend *b = s->model->backend;
+  m3_status status = M3_OK;
+  for (int64_t pos = first; pos < s->cache.sequences[seq].length && !status;) {
     m3_context c = context_of(s);
     m3_rows rows = rows_from(s, seq, pos);
+    b->begin(&c, &rows);
     for (int32_t i = 0; i < s->options.layer_count; i++)
-      if (s->cache.layers[i].low_bit) s->model->backend->low_bit(&c, &rows, s->cache.layers[i]);
+      if (s->cache.layers[i].low_bit) b->low_bit(&c, &rows, s->cache.layers[i]);
+    status = wait_for_device(s, err);
     pos += rows.n;
   }
+  return status;
 }
 
 m3_status m3_session_import(m3_session *s, int32_t seq, int32_t n_tokens, const void *src, uint64_t n_bytes,
@@ -157,6 +162,5 @@ m3_status m3_session_import(m3_session *s, int32_t seq, int32_t n_tokens, const 
   if (status) return status;
   m3_cache_write(&s->cache, seq, block, n_tokens, src);
   m3_cache_set_length(&s->cache, seq, length + n_tokens);
-  copy_low_bit(s, seq, length);
-  return wait_for_device(s, err);
+  return copy_low_bit(s, seq, length, err);
 }

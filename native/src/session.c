@@ -36,6 +36,32 @@ m3_status m3_check_range(const char *option, int64_t value, int64_t low, int64_t
 }
 
 /* Copies the options with their defaults filled in. */
+static m3_state_params state_params(const m3_model *m, const m3_session_options *o, bool low_bit) {
+  return (m3_state_params){.hparams = &m->hparams,
+                           .sequences = o->sequences,
+                           .chunk = o->chunk,
+                           .blocks = (o->context + m->hparams.block_size - 1) / m->hparams.block_size,
+                           .kv_type = o->kv_type,
+                           .index_type = o->index_type,
+                           .exact = (o->flags & M3_SESSION_EXACT) != 0,
+                           .low_bit = low_bit};
+}
+
+/* -1: not at all. By themselves where a sequence can grow so long that they were measured to pay, and where they are
+ * smaller than the keys. */
+int64_t m3_low_bit_tokens(const m3_model *m, const m3_session_options *o) {
+  const m3_backend *b = m->backend;
+  if (!b->low_bit_page_bytes || o->index_scan == M3_INDEX_SCAN_FULL) return -1;
+  int64_t from = M3_LOW_BIT_TOKENS;
+  if (b->low_bit_tokens) {
+    m3_state_params state = state_params(m, o, false);
+    from = b->low_bit_tokens(&state);
+  }
+  if (from < 0 || o->index_scan == M3_INDEX_SCAN_LOW_BIT) return from < 0 ? -1 : 0;
+  bool smaller = o->index_type == M3_TYPE_F32 || o->index_type == M3_TYPE_F16 || o->index_type == M3_TYPE_BF16;
+  return smaller && o->context >= from ? from : -1;
+}
+
 static m3_status complete_options(const m3_model *m, const m3_session_options *in, m3_session_options *o,
                                   m3_error *err) {
   if (!in || in->struct_size != sizeof *in)
@@ -62,12 +88,13 @@ static m3_status complete_options(const m3_model *m, const m3_session_options *i
   if (!status && o->record & M3_RECORD_IMPORTANCE && !m->backend->head_input)
     status = m3_fail(err, M3_ERROR_UNSUPPORTED, "backend %s does not record importance; cpu does", m->backend->name);
   if (!status) status = m3_check_range("index_scan", o->index_scan, M3_INDEX_SCAN_AUTO, M3_INDEX_SCAN_LOW_BIT, err);
-  if (!status && o->index_scan == M3_INDEX_SCAN_LOW_BIT && !m->backend->low_bit_page_bytes)
-    status = m3_fail(err, M3_ERROR_UNSUPPORTED, "index_scan low_bit: backend %s has no low-bit index keys; cpu has",
-                     m->backend->name);
   if (!status) status = m3_check_range("flags", o->flags, 0, 2 * M3_SESSION_EXACT - 1, err);
   if (!status) status = check_cache_type(o->kv_type, m->hparams.head_dim, "kv_type", err);
   if (!status) status = check_cache_type(o->index_type, m->hparams.index_dim, "index_type", err);
+  if (!status && o->index_scan == M3_INDEX_SCAN_LOW_BIT && m3_low_bit_tokens(m, o) < 0)
+    status = m3_fail(err, M3_ERROR_UNSUPPORTED,
+                     "index_scan low_bit: backend %s has no low-bit index keys for such a session; cpu has",
+                     m->backend->name);
   if (status) return status;
   uint64_t most = m3_cache_most_pages(&m->hparams, o->context, o->sequences);
   if (o->pages) status = m3_check_range("pages", o->pages, 1, (int64_t)most, err);
@@ -77,14 +104,6 @@ static m3_status complete_options(const m3_model *m, const m3_session_options *i
   if (o->pages && o->pages * m->hparams.block_size < held) held = o->pages * m->hparams.block_size;
   if (o->chunk > held) o->chunk = (int32_t)held;
   return status;
-}
-
-/* Low-bit copies by themselves: where a sequence can grow so long that they were measured to pay, and where they are
- * smaller than the keys. */
-static bool keeps_low_bit(const m3_model *m, const m3_session_options *o) {
-  if (o->index_scan != M3_INDEX_SCAN_AUTO) return o->index_scan == M3_INDEX_SCAN_LOW_BIT;
-  bool smaller = o->index_type == M3_TYPE_F32 || o->index_type == M3_TYPE_F16 || o->index_type == M3_TYPE_BF16;
-  return m->backend->low_bit_page_bytes && smaller && o->context >= M3_LOW_BIT_TOKENS;
 }
 
 static m3_cache_options cache_options(const m3_model *m, const m3_session_options *o) {
@@ -99,7 +118,7 @@ static m3_cache_options cache_options(const m3_model *m, const m3_session_option
       .layer_first = o->layer_first,
       .layer_count = o->layer_count,
       .sparse = o->attention == M3_ATTENTION_SPARSE,
-      .low_bit = keeps_low_bit(m, o),
+      .low_bit = m3_low_bit_tokens(m, o) >= 0,
       .poison = (o->flags & M3_SESSION_POISON) != 0,
       .page_seed = o->page_seed,
   };
@@ -199,16 +218,6 @@ static void free_buffers(m3_session *s) {
 
 /* ---------------------------------------------------------------------------------------------- open, close */
 
-static m3_state_params state_params(const m3_model *m, const m3_session_options *o) {
-  return (m3_state_params){.hparams = &m->hparams,
-                           .sequences = o->sequences,
-                           .chunk = o->chunk,
-                           .blocks = (o->context + m->hparams.block_size - 1) / m->hparams.block_size,
-                           .kv_type = o->kv_type,
-                           .index_type = o->index_type,
-                           .exact = (o->flags & M3_SESSION_EXACT) != 0};
-}
-
 m3_status m3_session_memory(const m3_model *m, const m3_session_options *options, m3_memory *out, m3_error *err) {
   m3_session_options o;
   memset(out, 0, sizeof *out);
@@ -221,7 +230,7 @@ m3_status m3_session_memory(const m3_model *m, const m3_session_options *options
   buffer list[MAX_BUFFERS];
   int n = list_buffers(&blank, m, &o, list);
   for (int i = 0; i < n; i++) out->scratch_bytes += (uint64_t)list[i].count * list[i].size;
-  m3_state_params state = state_params(m, &o);
+  m3_state_params state = state_params(m, &o, m3_low_bit_tokens(m, &o) >= 0);
   out->scratch_bytes += (uint64_t)m->backend->state_bytes(&state);
   return M3_OK;
 }
@@ -233,7 +242,7 @@ m3_status m3_session_msa(const m3_model *m, const m3_session_options *options, c
   *out = '\0';
   m3_status status = complete_options(m, options, &o, err);
   if (status || !m->backend->describe_msa) return status;
-  m3_state_params state = state_params(m, &o);
+  m3_state_params state = state_params(m, &o, m3_low_bit_tokens(m, &o) >= 0);
   m->backend->describe_msa(&state, out, (size_t)n_bytes);
   return M3_OK;
 }
@@ -275,7 +284,7 @@ m3_status m3_session_open(m3_model *m, const m3_session_options *options, m3_ses
   if (!status) status = m3_model_place(m, &o, err);
   if (!status) status = check_fits(m, &o, err);
   if (!status) status = m3_model_load(m, o.layer_first, o.layer_count, err);
-  m3_state_params state = state_params(m, &o);
+  m3_state_params state = state_params(m, &o, m3_low_bit_tokens(m, &o) >= 0);
   if (!status) status = m->backend->open(&state, &s->state, err);
   if (!status) status = alloc_buffers(s, err);
   if (!status && m3_any_on_host(m, o.layer_first, o.layer_count))

@@ -44,6 +44,9 @@ struct m3_session {
 /* Rows evaluated together where nobody asks for another number. */
 #define M3_DEFAULT_CHUNK 512
 
+/* Tokens of a sequence from which a session scans low-bit copies, -1: it keeps none. */
+int64_t m3_low_bit_tokens(const m3_model *m, const m3_session_options *o);
+
 /* Rows whose logits are computed together: bounds the logits buffer for a large vocabulary. */
 #define M3_LOGIT_ROWS 32
 

@@ -178,6 +178,7 @@ def main() -> None:
     p.add_argument("--kv-type", default="f16")
     p.add_argument("--index-type", default="f32")
     p.add_argument("--exact", action="store_true")
+    p.add_argument("--index-scan", default="auto", choices=["auto", "full", "low_bit"])
     p.add_argument("--tokens", type=int, default=30)
     p.add_argument("--bandwidth", type=float, default=4.17, help="TB/s that reading reaches")
     p.add_argument("--write", type=Path, metavar="FILE", help="write the model to a file and end")
@@ -197,7 +198,7 @@ def main() -> None:
             "kv_type": a.kv_type,
             "index_type": a.index_type,
         }
-        options |= {"chunk": a.chunk, "exact": a.exact, "threads": a.threads}
+        options |= {"chunk": a.chunk, "exact": a.exact, "threads": a.threads, "index_scan": a.index_scan}
         plan = model.plan(**options)
         print(
             f"experts on {a.experts_on}: {plan.experts_bytes / 1e9:.2f} GB on the GPU, "

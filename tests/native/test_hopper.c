@@ -200,6 +200,7 @@ enum { MOST = 2600, ROW = T_KV * T_TOP };
 
 static m3_model *model;
 static int n_tokens, n_steps; /* of the sessions' runs */
+static bool low_bit_too;
 
 static m3_session *new_session(m3_session_options o) {
   m3_session *s;
@@ -225,9 +226,9 @@ typedef struct layer_run {
 
 static float entering[MOST * T_EMBD];
 
-static void run_layer(uint32_t flags, uint32_t record, int32_t chunk, int step, layer_run *r) {
+static void run_layer(uint32_t flags, uint32_t record, m3_index_scan scan, int32_t chunk, int step, layer_run *r) {
   m3_session_options o = plain;
-  o.flags |= flags, o.record = record, o.chunk = chunk;
+  o.flags |= flags, o.record = record, o.index_scan = scan, o.chunk = chunk;
   o.layer_first = T_DENSE, o.layer_count = 1;
   m3_session *s = new_session(o);
   for (int first = 0; first < n_tokens; first += step) {
@@ -269,11 +270,11 @@ static double gap(const int32_t *a, const int32_t *b, const float *scores) {
 
 /* Lists of a chunked prefill are those of token after token, and both are the exact ones, but for near ties. */
 static void check_layer(void) {
-  static layer_run exact, other;
+  static layer_run exact, other, low_bit;
   static const int chunks[] = {1, 2, 7, 128, 300, MOST};
   uint64_t seed = 5;
   fill_random(entering, MOST * T_EMBD, 1.0f, &seed);
-  run_layer(M3_SESSION_EXACT, M3_RECORD_BLOCKS | M3_RECORD_SCORES, 0, MOST, &exact);
+  run_layer(M3_SESSION_EXACT, M3_RECORD_BLOCKS | M3_RECORD_SCORES, M3_INDEX_SCAN_AUTO, 0, MOST, &exact);
   int n_blocks = (n_tokens + T_BLOCK - 1) / T_BLOCK;
   int64_t at;
   double size = 0;
@@ -283,13 +284,19 @@ static void check_layer(void) {
     bool is_exact = k % 2;
     if ((few || !on_cuda) && chunk != 7 && chunk != MOST) continue;
     /* By the session's chunks or by evals of as many. */
-    run_layer(is_exact ? M3_SESSION_EXACT : 0, M3_RECORD_BLOCKS, k % 4 < 2 ? chunk : 0, k % 4 < 2 ? MOST : chunk,
-              &other);
+    int32_t of_session = k % 4 < 2 ? chunk : 0, of_eval = k % 4 < 2 ? MOST : chunk;
+    run_layer(is_exact ? M3_SESSION_EXACT : 0, M3_RECORD_BLOCKS, M3_INDEX_SCAN_FULL, of_session, of_eval, &other);
     if (is_exact) {
       CHECK(memcmp(other.hidden, exact.hidden, (size_t)(n_tokens * T_EMBD) * 4) == 0 &&
                 memcmp(other.blocks, exact.blocks, (size_t)(n_tokens * ROW) * 4) == 0,
             "exact, chunks of %d: not the bits of one chunk", chunk);
       continue;
+    }
+    if (low_bit_too) {
+      run_layer(0, M3_RECORD_BLOCKS, M3_INDEX_SCAN_LOW_BIT, of_session, of_eval, &low_bit);
+      CHECK(memcmp(other.hidden, low_bit.hidden, (size_t)(n_tokens * T_EMBD) * 4) == 0 &&
+                memcmp(other.blocks, low_bit.blocks, (size_t)(n_tokens * ROW) * 4) == 0,
+            "low-bit scan, chunks of %d: not the bits of the full scan", chunk);
     }
     int differ = 0;
     for (int i = 0; i < n_tokens * T_KV; i++) {
@@ -324,12 +331,12 @@ static void step(m3_session *s, int n, const int32_t *ids, float *out) {
 
 /* Steps that a backend replays give the bits of steps whose operations are called one by one, as they are where
  * something is recorded: across the ends of blocks, after a rewind and a fork, with other pages, alone and several at a
- * time. */
-static void check_steps(uint32_t flags) {
+ * time. Those that are called scan all index keys; `scan` is that of the others. */
+static void check_steps(uint32_t flags, m3_index_scan scan) {
   m3_session_options o = plain;
-  o.flags |= flags, o.sequences = 3, o.chunk = 128;
+  o.flags |= flags, o.sequences = 3, o.chunk = 128, o.index_scan = scan;
   m3_session *replayed = new_session(o);
-  o.record = M3_RECORD_BLOCKS, o.page_seed = 99;
+  o.record = M3_RECORD_BLOCKS, o.page_seed = 99, o.index_scan = M3_INDEX_SCAN_FULL;
   m3_session *called = new_session(o);
   m3_session *both[2] = {replayed, called};
   static int32_t ids[MOST];
@@ -348,8 +355,10 @@ static void check_steps(uint32_t flags) {
     CHECK(m3_session_eval(both[i], &b, &err) == M3_OK, "%s", err.message);
   }
   int at = prompt, wrong = 0, n = 1;
+  int64_t seen = 0, bounded, rescored;
   for (int round = 0; round < 3; round++) {
     for (int i = 0; i < n_steps; i++, at++) {
+      for (int seq = 0; seq < n; seq++) seen += (m3_session_length(replayed, seq) / T_BLOCK + 1) * (T_LAYER - T_DENSE);
       for (int k = 0; k < 2; k++) step(both[k], n, ids + at - prompt, out[k]);
       wrong += memcmp(out[0], out[1], (size_t)(n * T_VOCAB) * 4) != 0;
     }
@@ -360,9 +369,35 @@ static void check_steps(uint32_t flags) {
     }
     n = 3 - round;
   }
-  CHECK(wrong == 0, "flags %u: %d of %d steps differ", flags, wrong, 3 * n_steps);
+  CHECK(wrong == 0, "flags %u, scan %d: %d of %d steps differ", flags, (int)scan, wrong, 3 * n_steps);
+  m3_session_scan(replayed, &bounded, &rescored);
+  if (scan == M3_INDEX_SCAN_LOW_BIT && on_cuda) /* the CPU's contexts are no longer than a list */
+    CHECK(bounded == seen && rescored > 0 && rescored <= bounded, "%lld of %lld blocks bounded, %lld scored",
+          (long long)bounded, (long long)seen, (long long)rescored);
+  else
+    CHECK(!bounded && !rescored, "%lld blocks bounded", (long long)bounded);
   m3_session_close(replayed);
   m3_session_close(called);
+}
+
+/* Whether sessions that round have low-bit index keys: where they select by the kernels of this geometry, and then it
+ * is told. Exact ones on a GPU have none. */
+static bool has_low_bit(void) {
+  char full[64], low[64];
+  m3_session_options o = plain;
+  CHECK(m3_session_msa(model, &o, full, sizeof full, &err) == M3_OK, "%s", err.message);
+  o.index_scan = M3_INDEX_SCAN_LOW_BIT;
+  m3_status status = m3_session_msa(model, &o, low, sizeof low, &err);
+  bool is = !on_cuda || strncmp(full, "hopper", 6) == 0;
+  CHECK(status == (is ? M3_OK : M3_ERROR_UNSUPPORTED), "%s: status %d", full, (int)status);
+  CHECK(!on_cuda || !is || (strcmp(full, "hopper") == 0 && strcmp(low, "hopper, low-bit index scan") == 0),
+        "'%s', '%s'", full, low);
+  o.index_scan = M3_INDEX_SCAN_AUTO, o.context = 1 << 20;
+  CHECK(m3_session_msa(model, &o, low, sizeof low, &err) == M3_OK && (!on_cuda || !is || strstr(low, "low-bit")),
+        "1M tokens: %s", low);
+  o.index_scan = M3_INDEX_SCAN_LOW_BIT, o.context = MOST, o.flags |= M3_SESSION_EXACT;
+  CHECK(m3_session_msa(model, &o, low, sizeof low, &err) == (on_cuda ? M3_ERROR_UNSUPPORTED : M3_OK), "exact: %s", low);
+  return is;
 }
 
 static void check_sessions(void) {
@@ -387,9 +422,11 @@ static void check_sessions(void) {
   CHECK(m3_session_msa(model, &o, way, sizeof way, &err) == M3_OK && (!on_cuda || !strcmp(way, "plain (exact)")), "%s",
         way);
   CHECK(m3_session_msa(model, &o, way, 0, &err) == M3_ERROR_ARGUMENT, "no room for a byte");
+  low_bit_too = has_low_bit();
   check_layer();
-  check_steps(0);
-  check_steps(M3_SESSION_EXACT);
+  check_steps(0, M3_INDEX_SCAN_AUTO);
+  check_steps(M3_SESSION_EXACT, M3_INDEX_SCAN_AUTO);
+  if (low_bit_too) check_steps(0, M3_INDEX_SCAN_LOW_BIT);
   m3_model_close(model);
   unlink(path);
   free(t.file.data);

@@ -548,36 +548,40 @@ static void check_wide(const engine *spec, const engine *e, int32_t type, bool e
 
 /* Weights of every storage type, in products with one row and with more rows than a tile has, of which the experts get
  * few or many. */
+static void check_type(const engine *spec, const engine *e, int32_t type, int n_rows, bool exact) {
+  static const int32_t rows[] = {6, 70, 1};
+  for (int i = 0; i < n_rows; i++) {
+    char name[48];
+    snprintf(name, sizeof name, "%s weights, %d rows", m3_type_name(type), rows[i]);
+    op_case c = {.name = name,
+                 .n_head = 4,
+                 .n_head_kv = 2,
+                 .head_dim = 64,
+                 .index_dim = 32,
+                 .n_rot = 32,
+                 .block_size = 16,
+                 .top_k = 3,
+                 .local_blocks = 1,
+                 .n_embd = 256,
+                 .n_ff = 256,
+                 .n_ff_expert = 256,
+                 .n_ff_shared = 512,
+                 .n_expert = 3,
+                 .n_expert_used = 2,
+                 .n_vocab = 45,
+                 .weight_type = type,
+                 .kv_type = F16,
+                 .n_sequences = 1,
+                 .n_rows = rows[i],
+                 .context = 75,
+                 .exact = exact};
+    run_case(&c, spec, e);
+  }
+}
+
 static void check_types(const engine *spec, const engine *e, int n_rows, bool exact) {
-  static const int32_t rows[] = {6, 1, 70};
   for (int32_t type = 0; type <= M3_TYPE_MXFP4; type++)
-    for (int i = 0; i < n_rows && m3_traits(type); i++) {
-      char name[48];
-      snprintf(name, sizeof name, "%s weights, %d rows", m3_type_name(type), rows[i]);
-      op_case c = {.name = name,
-                   .n_head = 4,
-                   .n_head_kv = 2,
-                   .head_dim = 64,
-                   .index_dim = 32,
-                   .n_rot = 32,
-                   .block_size = 16,
-                   .top_k = 3,
-                   .local_blocks = 1,
-                   .n_embd = 256,
-                   .n_ff = 256,
-                   .n_ff_expert = 256,
-                   .n_ff_shared = 512,
-                   .n_expert = 3,
-                   .n_expert_used = 2,
-                   .n_vocab = 45,
-                   .weight_type = type,
-                   .kv_type = F16,
-                   .n_sequences = 1,
-                   .n_rows = rows[i],
-                   .context = 75,
-                   .exact = exact};
-      run_case(&c, spec, e);
-    }
+    if (m3_traits(type)) check_type(spec, e, type, n_rows, exact);
 }
 
 static const op_case independent[] = {
@@ -605,7 +609,16 @@ static void run_all(const engine *spec, const engine *e, size_t n_cases) {
   }
 }
 
-/* `test_ops cuda` runs the GPU, `test_ops cuda few` less of it, for the slow tools; else the CPU. */
+/* One case, and products with few and many rows of both kinds of types. */
+static void run_fewest(const engine *spec, const engine *e) {
+  run_case(&cases[3], spec, e);
+  check_type(spec, e, BF16, 2, false);
+  check_type(spec, e, M3_TYPE_Q4_K, 2, false);
+  check_type(spec, e, M3_TYPE_Q4_K, 1, true);
+}
+
+/* `test_ops cuda` runs the GPU, `test_ops cuda few` less of it, for the slow tools, and `test_ops cuda fewest` what is
+ * left for the slowest; else the CPU. */
 int main(int argc, char **argv) {
   const engine spec = {"scalar", &m3_cpu_backend, &m3_kernels_scalar, 1};
   size_t n_cases = sizeof cases / sizeof *cases;
@@ -615,6 +628,10 @@ int main(int argc, char **argv) {
     if (m3_cuda_backend(&e.backend, &err)) {
       printf("%s\n", err.message);
       return 1;
+    }
+    if (argc > 2 && strcmp(argv[2], "fewest") == 0) {
+      run_fewest(&spec, &e);
+      return finish("test_ops cuda fewest");
     }
     bool few = argc > 2;
     run_all(&spec, &e, few ? 4 : n_cases);

@@ -56,9 +56,10 @@ static int list_pieces(const m3_state_params *p, m3_device_state *s, piece *list
   s->blocks = p->blocks;
   s->select_rows = (int32_t)select_rows;
   s->hopper = m3_hopper_of(p);
+  int64_t scores = select_rows * h->n_index_head * (p->blocks + 3) / 4 * 16, low_bit = m3_hopper_low_bit_bytes(p);
   s->attention_floats = s->hopper.attend ? 0 : m3_cuda_attention_floats(h, p->blocks);
   const piece all[] = {
-      {(void **)&s->broken, 4},
+      {(void **)&s->broken, sizeof(m3_told)},
       {(void **)&s->places, places_bytes(h, p->chunk)},
       {(void **)&s->tables, p->sequences * p->blocks * 4},
       {(void **)&s->table_of, p->sequences * (int64_t)sizeof *s->table_of},
@@ -66,7 +67,7 @@ static int list_pieces(const m3_state_params *p, m3_device_state *s, piece *list
       {(void **)&s->grouping.place, pairs * 4},
       {(void **)&s->grouping.groups, (h->n_expert + pairs) * (int64_t)sizeof(m3_row_group)},
       {(void **)&s->grouping.n_groups, 4},
-      {(void **)&s->block_scores, select_rows * h->n_index_head * (p->blocks + 3) / 4 * 16},
+      {(void **)&s->block_scores, scores > low_bit ? scores : low_bit},
       {(void **)&s->attention_parts, s->attention_floats * 4},
       {(void **)&s->hopper_work, m3_hopper_bytes(p)},
   };
@@ -93,7 +94,7 @@ static void close_state(m3_device_state *s) {
                           s->block_scores, s->attention_parts, s->hopper_work};
   static_assert(sizeof pieces / sizeof *pieces == PIECES, "PIECES");
   for (int i = 0; i < PIECES; i++) cudaFree(pieces[i]);
-  cudaFreeHost(s->host_broken);
+  cudaFreeHost(s->host_told);
   cudaFreeHost(s->host_places);
   free(s->mirror);
   if (s->rows_sent) cudaEventDestroy(s->rows_sent);
@@ -122,7 +123,7 @@ static cudaError_t inquire(m3_device_state *s) {
 static m3_status fill_state(const m3_state_params *p, m3_device_state *s, m3_error *err) {
   s->exact = p->exact;
   cudaError_t error = cudaStreamCreateWithFlags(&s->stream, cudaStreamNonBlocking);
-  if (error == cudaSuccess) error = cudaHostAlloc((void **)&s->host_broken, 4, cudaHostAllocDefault);
+  if (error == cudaSuccess) error = cudaHostAlloc((void **)&s->host_told, sizeof *s->host_told, cudaHostAllocDefault);
   size_t places = (size_t)places_bytes(p->hparams, p->chunk);
   if (error == cudaSuccess) error = cudaHostAlloc((void **)&s->host_places, places, cudaHostAllocDefault);
   if (error == cudaSuccess) error = cudaEventCreateWithFlags(&s->rows_sent, cudaEventDisableTiming);
@@ -139,6 +140,7 @@ static m3_status fill_state(const m3_state_params *p, m3_device_state *s, m3_err
   s->mirror = (int32_t *)malloc(entries * sizeof *s->mirror);
   if (!s->mirror) return m3_fail_memory(err, entries * sizeof *s->mirror, "the page tables");
   memset(s->mirror, 0xff, entries * sizeof *s->mirror);
+  error = cudaMemsetAsync(s->broken, 0, sizeof(m3_told), s->stream);
   for (int32_t i = 0; i < p->sequences && error == cudaSuccess; i++) {
     const int32_t *table = s->tables + i * p->blocks;
     error = cudaMemcpyAsync(s->table_of + i, &table, sizeof table, cudaMemcpyHostToDevice, s->stream);
@@ -271,7 +273,7 @@ static void begin(const m3_context *c, const m3_rows *rows) {
 }
 
 void m3_cuda_tell_broken(m3_device_state *s) {
-  m3_note(s, cudaMemcpyAsync(s->host_broken, s->broken, sizeof *s->broken, cudaMemcpyDeviceToHost, s->stream),
+  m3_note(s, cudaMemcpyAsync(s->host_told, s->broken, sizeof *s->host_told, cudaMemcpyDeviceToHost, s->stream),
           "finish");
 }
 
@@ -285,7 +287,8 @@ static m3_status finish(const m3_context *c, m3_broken *broken, m3_error *err) {
     s->error = cudaSuccess;
     return fail(err, error, s->where);
   }
-  int32_t code = *s->host_broken;
+  m3_hopper_count(c);
+  int32_t code = s->host_told->broken;
   bool found = code != M3_NOTHING_BROKEN;
   broken->layer = found ? code / M3_PARTS : 0;
   broken->part = found ? (m3_part)(code % M3_PARTS) : M3_PARTS;
@@ -322,7 +325,8 @@ static const m3_backend cuda_backend = {
     .memory = memory,
     .describe = describe,
     .describe_msa = m3_hopper_describe,
-    .low_bit_page_bytes = NULL,
+    .low_bit_page_bytes = m3_hopper_low_bit_page_bytes,
+    .low_bit_tokens = m3_hopper_low_bit_tokens,
     .thread_floats = thread_floats,
     .input_bytes = m3_cuda_input_bytes,
     .begin = begin,
@@ -332,7 +336,7 @@ static const m3_backend cuda_backend = {
     .embed = m3_cuda_embed,
     .prepare = m3_cuda_prepare,
     .rotate = m3_cuda_rotate,
-    .low_bit = NULL,
+    .low_bit = m3_cuda_low_bit,
     .select = m3_cuda_select,
     .attend = m3_cuda_attend,
     .output = m3_cuda_output,

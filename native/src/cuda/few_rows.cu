@@ -7,6 +7,7 @@
 #include "cuda/launch.cuh"
 #include "cuda/pieces.cuh"
 #include "cuda/swiglu.cuh"
+#include "cuda/types.cuh"
 
 enum {
   WARPS = 12, /* one block is at work on a multiprocessor */
@@ -315,29 +316,7 @@ __global__ static void __launch_bounds__(THREADS, 1) multiply_few(const __grid_c
   switch (part.type) {
 #define TYPE(name) \
   case M3_TYPE_##name: multiply_block<M3_TYPE_##name, ROWS>(p, part, g, first, shared); break;
-    TYPE(F32)
-    TYPE(F16)
-    TYPE(BF16)
-    TYPE(Q4_0)
-    TYPE(Q4_1)
-    TYPE(Q5_0)
-    TYPE(Q5_1)
-    TYPE(Q8_0)
-    TYPE(IQ4_NL)
-    TYPE(MXFP4)
-    TYPE(Q2_K)
-    TYPE(Q3_K)
-    TYPE(Q4_K)
-    TYPE(Q5_K)
-    TYPE(Q6_K)
-    TYPE(IQ4_XS)
-    TYPE(IQ2_XXS)
-    TYPE(IQ2_XS)
-    TYPE(IQ2_S)
-    TYPE(IQ3_XXS)
-    TYPE(IQ3_S)
-    TYPE(IQ1_S)
-    TYPE(IQ1_M)
+    M3_WEIGHT_TYPES(TYPE)
 #undef TYPE
   }
 }

@@ -4,6 +4,7 @@
 #include "cuda/hopper.cuh"
 
 #include <inttypes.h>
+#include <stddef.h>
 #include <stdio.h>
 
 #include "cuda/msa_kernels.h"
@@ -11,6 +12,10 @@
 
 /* Rows of a run from which the kernels of prefill are faster, and of a piece, which shares one pass over the keys. */
 enum { LONG_RUN = 17, PIECE = 4 };
+
+/* Of the copies of index keys; rows that select by them in one call; and tokens from which the scan
+ * saves (tests/bench/gpu/h200_low_bit.csv) more than the write of the copies costs. */
+enum { LOW_BITS = 8, LOW_BIT_ROWS = 16, LOW_BIT_TOKENS_F32 = 262144, LOW_BIT_TOKENS_16 = 524288 };
 
 static m3_msa_shape shape_of(const m3_hparams *h) {
   return m3_msa_shape{h->n_head,    h->n_head_kv,  h->head_dim, h->n_index_head,
@@ -80,12 +85,13 @@ void m3_hopper_describe(const m3_state_params *p, char *out, size_t size) {
   char why[64];
   refusal(p, why, sizeof why);
   m3_hopper h = m3_hopper_of(p);
+  const char *low_bit = p->low_bit ? ", low-bit index scan" : "";
   if (*why)
     snprintf(out, size, "plain (%s)", why);
   else if (h.select && h.attend)
-    snprintf(out, size, "hopper");
+    snprintf(out, size, "hopper%s", low_bit);
   else if (h.select)
-    snprintf(out, size, "hopper, attention plain (K/V %s)", m3_type_name(p->kv_type));
+    snprintf(out, size, "hopper%s, attention plain (K/V %s)", low_bit, m3_type_name(p->kv_type));
   else if (h.attend)
     snprintf(out, size, "hopper, selection plain (index keys %s)", m3_type_name(p->index_type));
   else
@@ -97,6 +103,41 @@ int64_t m3_hopper_bytes(const m3_state_params *p) {
   int64_t select = h.select ? (int64_t)m3_msa_prefill_select_bytes(p->chunk, p->blocks, p->index_type) : 0;
   int64_t attend = h.attend ? (int64_t)m3_msa_dense_bytes(M3_MSA_MAX_ROWS) : 0;
   return select > attend ? select : attend;
+}
+
+/* ------------------------------------------------------------------------------------------------ low-bit copies */
+
+int64_t m3_hopper_low_bit_page_bytes(const m3_hparams *h) {
+  (void)h; /* of no other sizes, see m3_hopper_low_bit_tokens */
+  return m3_msa_low_bit_page_bytes(LOW_BITS);
+}
+
+int64_t m3_hopper_low_bit_tokens(const m3_state_params *p) {
+  if (!m3_hopper_of(p).select) return -1;
+  return p->index_type == M3_TYPE_F32 ? LOW_BIT_TOKENS_F32 : LOW_BIT_TOKENS_16;
+}
+
+int64_t m3_hopper_low_bit_bytes(const m3_state_params *p) {
+  int32_t rows = p->chunk < LOW_BIT_ROWS ? p->chunk : LOW_BIT_ROWS;
+  return p->low_bit ? (int64_t)m3_msa_low_bit_work_bytes(rows, p->blocks) : 0;
+}
+
+/* The counter beside the broken number, see m3_told. */
+static uint64_t *rescored_of(const m3_device_state *s) {
+  return (uint64_t *)((char *)s->broken + offsetof(m3_told, rescored));
+}
+
+void m3_hopper_count(const m3_context *c) {
+  /* Tokens are scored one by one, and counted as the blocks that as many would fill. */
+  uint64_t of_block = (uint64_t)c->hparams->n_index_head * (uint64_t)c->hparams->block_size;
+  c->scratch->blocks_rescored = (int64_t)((c->state->host_told->rescored + of_block - 1) / of_block);
+}
+
+void m3_hopper_count_blocks(const m3_context *c, int64_t layers) {
+  const m3_device_state *s = c->state;
+  const int64_t *pos = (const int64_t *)(s->host_places + ((const char *)s->pos - s->places));
+  for (int32_t r = 0; layers && r < s->n; r++)
+    c->scratch->blocks_bounded += layers * (pos[r] / c->hparams->block_size + 1);
 }
 
 /* ------------------------------------------------------------------------------------------------ calls */
@@ -173,13 +214,26 @@ static void settle_keys(m3_device_state *s, const m3_rows *rows) {
   }
 }
 
+void m3_hopper_store_low_bit(const m3_context *x, const m3_layer_cache *cache) {
+  const m3_device_state *s = x->state;
+  m3_msa_low_bit_store_params p = {s->n,         LOW_BITS,          s->seq,        s->pos, s->table_of,
+                                   cache->index, cache->index_type, cache->low_bit};
+  note(x->state, m3_msa_low_bit_store(&p, s->stream), "low-bit index keys");
+}
+
+/* Decided by what repeated steps agree in. */
+static bool scans_low_bit(const m3_device_state *s, const m3_select_params *p) {
+  return p->cache.low_bit && (p->low_bit_from == 0 || s->max_blocks > p->low_bit_from);
+}
+
 void m3_hopper_select(const m3_context *x, const m3_select_params *p) {
   m3_device_state *s = x->state;
   const m3_hparams *h = x->hparams;
   int64_t list = (int64_t)h->n_index_head * h->top_k;
+  bool low_bit = scans_low_bit(s, p);
   settle_keys(s, p->rows);
   for (int32_t first = 0; first < p->rows->n;) {
-    call c = call_at(p->rows, first, s->select_rows);
+    call c = call_at(p->rows, first, low_bit ? LOW_BIT_ROWS : s->select_rows);
     m3_msa_result result;
     if (c.per) {
       m3_msa_select a = {};
@@ -192,7 +246,13 @@ void m3_hopper_select(const m3_context *x, const m3_select_params *p) {
       a.not_finite = s->broken;
       a.work = s->block_scores;
       a.code = m3_broken_code(x, M3_PART_SCORES);
-      result = m3_msa_select_decode(&a, s->stream);
+      if (low_bit) {
+        m3_msa_low_bit b = {a, p->cache.low_bit, LOW_BITS, rescored_of(s)};
+        result = m3_msa_low_bit_select(&b, s->stream);
+        for (int32_t r = first; r < first + c.n; r++) x->scratch->blocks_bounded += p->rows->pos[r] / h->block_size + 1;
+      } else {
+        result = m3_msa_select_decode(&a, s->stream);
+      }
     } else {
       m3_msa_prefill a = prefill_of(x, p->rows, &p->cache, c);
       a.blocks = p->blocks + first * list;
@@ -201,6 +261,7 @@ void m3_hopper_select(const m3_context *x, const m3_select_params *p) {
     note(s, result, "selection");
     first += c.n;
   }
+  s->low_bit_layers += low_bit;
 }
 
 void m3_hopper_attend(const m3_context *x, const m3_attend_params *p) {

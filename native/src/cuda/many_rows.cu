@@ -7,6 +7,7 @@
 #include "cuda/launch.cuh"
 #include "cuda/many_rows.cuh"
 #include "cuda/swiglu.cuh"
+#include "cuda/types.cuh"
 #include "cuda/units.cuh"
 
 enum { THREADS = 256, WARPS = THREADS / M3_WARP, STEP = 128, WARP_OUTS = 32 };
@@ -65,17 +66,7 @@ __device__ static inline void load_any(int32_t type, const uint8_t *row, uint32_
   switch (type) {
 #define TYPE(name) \
   case M3_TYPE_##name: m3_load_unit<M3_TYPE_##name, false>(row, unit, u); break;
-    TYPE(Q8_0)
-    TYPE(Q4_0)
-    TYPE(IQ4_NL)
-    TYPE(MXFP4)
-    TYPE(Q2_K)
-    TYPE(Q3_K)
-    TYPE(Q4_K)
-    TYPE(Q5_K)
-    TYPE(Q6_K)
-    TYPE(IQ4_XS)
-    TYPE(IQ2_XXS)
+    M3_UNIT_TYPES(TYPE)
 #undef TYPE
     default: any_unit(type, row, unit, u);
   }

@@ -8,6 +8,7 @@
 #include "cuda/many_rows.cuh"
 #include "cuda/state.cuh"
 #include "cuda/tables.cuh"
+#include "cuda/types.cuh"
 
 /* Warps of a block. Those of a tile with many rows read the same rows of x at the same time, step by step, so that
  * these come from the second cache once for all of them. */
@@ -161,29 +162,7 @@ static void choose_type(m3_device_state *s, int32_t type, multiply_params &p, in
   switch (type) {
 #define TYPE(name) \
   case M3_TYPE_##name: choose_ends<M3_TYPE_##name>(s, p, rows); break;
-    TYPE(F32)
-    TYPE(F16)
-    TYPE(BF16)
-    TYPE(Q4_0)
-    TYPE(Q4_1)
-    TYPE(Q5_0)
-    TYPE(Q5_1)
-    TYPE(Q8_0)
-    TYPE(IQ4_NL)
-    TYPE(MXFP4)
-    TYPE(Q2_K)
-    TYPE(Q3_K)
-    TYPE(Q4_K)
-    TYPE(Q5_K)
-    TYPE(Q6_K)
-    TYPE(IQ4_XS)
-    TYPE(IQ2_XXS)
-    TYPE(IQ2_XS)
-    TYPE(IQ2_S)
-    TYPE(IQ3_XXS)
-    TYPE(IQ3_S)
-    TYPE(IQ1_S)
-    TYPE(IQ1_M)
+    M3_WEIGHT_TYPES(TYPE)
 #undef TYPE
     default: m3_note(s, cudaErrorNotSupported, "a product with a weight of an unknown type");
   }
@@ -266,29 +245,7 @@ void m3_cuda_embed(const m3_context *c, const m3_embed_params *p) {
   case M3_TYPE_##name:                                                                                           \
     decode_rows<M3_TYPE_##name><<<grid, M3_THREADS, 0, s->stream>>>(weight, row_bytes, s->ids, n_in, p->hidden); \
     break;
-    TYPE(F32)
-    TYPE(F16)
-    TYPE(BF16)
-    TYPE(Q4_0)
-    TYPE(Q4_1)
-    TYPE(Q5_0)
-    TYPE(Q5_1)
-    TYPE(Q8_0)
-    TYPE(IQ4_NL)
-    TYPE(MXFP4)
-    TYPE(Q2_K)
-    TYPE(Q3_K)
-    TYPE(Q4_K)
-    TYPE(Q5_K)
-    TYPE(Q6_K)
-    TYPE(IQ4_XS)
-    TYPE(IQ2_XXS)
-    TYPE(IQ2_XS)
-    TYPE(IQ2_S)
-    TYPE(IQ3_XXS)
-    TYPE(IQ3_S)
-    TYPE(IQ1_S)
-    TYPE(IQ1_M)
+    M3_WEIGHT_TYPES(TYPE)
 #undef TYPE
     default: m3_note(s, cudaErrorNotSupported, "an embedding of an unknown type");
   }

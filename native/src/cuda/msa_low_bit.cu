@@ -183,8 +183,8 @@ m3_msa_result bounds(const m3_msa_low_bit &p, rescore_args *next, cudaStream_t s
                       p.select.shape.local_blocks,
                       stages,
                       p.bits == 4};
-  *next = {rows,  p.select.index, p.select.index_type,         p.select.index_q,    of_pieces, of_blocks,
-           seeds, (int32_t)grid,  p.select.shape.local_blocks, p.select.not_finite, p.rescored};
+  *next = {rows,  p.select.index, p.select.index_type,         p.select.index_q,    of_pieces,     of_blocks,
+           seeds, (int32_t)grid,  p.select.shape.local_blocks, p.select.not_finite, p.select.code, p.rescored};
   return p.bits == 4 ? launch_rows<4>(args, (int)grid, stream) : launch_rows<8>(args, (int)grid, stream);
 }
 

@@ -61,7 +61,7 @@ struct rescore_args {
   const piece_bounds *bounds;
   const float *block_bounds, *seeds;
   int32_t n_seeds, local;
-  int32_t *not_finite;
+  int32_t *not_finite, code;
   uint64_t *rescored;  // NULL, or tokens are added
 };
 

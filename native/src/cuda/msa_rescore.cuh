@@ -274,7 +274,7 @@ struct rescore {
     n_scored += n_list;
     if (args.rescored && lane == 0)
       atomicAdd(reinterpret_cast<unsigned long long *>(args.rescored), (unsigned long long)n_scored);
-    if (bad != 0) *args.not_finite = 1;
+    if (bad != 0) atomicMin(args.not_finite, args.code);
     __syncthreads();
   }
 

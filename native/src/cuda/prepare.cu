@@ -1,6 +1,7 @@
 /* Queries, keys and values: projections, norms of each head, rotation, and the write to the cache. */
 #include "cuda/encode.cuh"
 #include "cuda/few_rows.cuh"
+#include "cuda/hopper.cuh"
 #include "cuda/launch.cuh"
 
 #define WARPS 4
@@ -140,4 +141,5 @@ void m3_cuda_prepare(const m3_context *c, const m3_prepare_params *p) {
   int64_t heads = h->n_head + 2 * h->n_head_kv + (sparse ? h->n_index_head + 1 : 0);
   m3_launch(s, "norm, rotation and cache write", finish_heads, dim3(m3_blocks_for(n * heads, WARPS)), WARPS * M3_WARP,
             0, a);
+  if (p->cache.low_bit) m3_hopper_store_low_bit(c, &p->cache);
 }

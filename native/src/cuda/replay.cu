@@ -3,7 +3,7 @@
  * kind is captured while it is called, and replayed from then on: one launch in place of hundreds. */
 #include <stdlib.h>
 
-#include "cuda/state.cuh"
+#include "cuda/hopper.cuh"
 
 /* Kinds of steps that are kept: numbers of rows, and bounds of blocks, which double. */
 enum { MOST_REPLAYS = 16 };
@@ -13,8 +13,9 @@ struct replay {
   int32_t n;
   int64_t max_blocks;
   m3_step step;
-  cudaGraphExec_t graph; /* NULL: called once, not captured */
-  uint64_t last;         /* when it was asked for */
+  cudaGraphExec_t graph;  /* NULL: called once, not captured */
+  int64_t low_bit_layers; /* selections by low-bit copies in it */
+  uint64_t last;          /* when it was asked for */
 };
 
 struct m3_replays {
@@ -46,7 +47,7 @@ static replay *enter(m3_device_state *s, int32_t n, const m3_step *step) {
   for (int i = 1; i < MOST_REPLAYS; i++)
     if (s->replays->list[i].last < oldest->last) oldest = &s->replays->list[i];
   drop(oldest);
-  *oldest = replay{true, n, s->max_blocks, *step, NULL, 0};
+  *oldest = replay{true, n, s->max_blocks, *step, NULL, 0, 0};
   return oldest;
 }
 
@@ -62,9 +63,11 @@ bool m3_cuda_replay(const m3_context *c, const m3_step *step) {
   if (!seen) return false;
   if (r->graph) {
     m3_note(s, cudaGraphLaunch(r->graph, s->stream), "a step");
+    m3_hopper_count_blocks(c, r->low_bit_layers);
     s->told = true;
     return true;
   }
+  s->low_bit_layers = 0;
   /* Other threads may go on allocating. */
   cudaError_t error = cudaStreamBeginCapture(s->stream, cudaStreamCaptureModeThreadLocal);
   m3_note(s, error, "recording a step");
@@ -83,6 +86,7 @@ void m3_cuda_recorded(const m3_context *c, bool whole) {
   if (error == cudaSuccess && whole) error = cudaGraphInstantiate(&r->graph, graph, 0);
   if (error == cudaSuccess && whole) error = cudaGraphLaunch(r->graph, s->stream);
   m3_note(s, error, "recording a step");
+  r->low_bit_layers = s->low_bit_layers;
   if (graph) cudaGraphDestroy(graph);
   if (error != cudaSuccess) drop(r);
   s->told = error == cudaSuccess && whole;

@@ -1,5 +1,6 @@
 /* Keys that are cached already, turned to other positions. */
 #include "cuda/encode.cuh"
+#include "cuda/hopper.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/tables.cuh"
 
@@ -77,4 +78,11 @@ void m3_cuda_rotate(const m3_context *c, const m3_rotate_params *p) {
   }
   m3_launch(s, "rotation of cached keys", rotate_keys, dim3(m3_blocks_for((int64_t)a.n * a.heads, WARPS)),
             WARPS * M3_WARP, 0, a);
+  if (p->cache.low_bit) m3_hopper_store_low_bit(c, &p->cache);
+}
+
+/* Of the rows that `begin` was told of. */
+void m3_cuda_low_bit(const m3_context *c, const m3_rows *rows, m3_layer_cache cache) {
+  (void)rows;
+  m3_hopper_store_low_bit(c, &cache);
 }

@@ -43,6 +43,12 @@ struct m3_hopper {
 
 struct m3_replays;
 
+/* What the device tells at the end of a chunk. */
+struct m3_told {
+  int32_t broken, unused;
+  uint64_t rescored; /* exact scores of a token and a query that low-bit scans took, in all chunks so far */
+};
+
 struct m3_device_state {
   cudaStream_t stream;
   bool exact;              /* no rounding but that of float32, see m3_state_params */
@@ -51,10 +57,10 @@ struct m3_device_state {
   uint32_t shared_bytes;   /* of shared memory that a block can have */
   cudaError_t error;       /* the first thing that went wrong since the last finish, and where */
   const char *where;
-  int32_t *broken;      /* lowest code of a broken number in the chunk, on the device */
-  int32_t *host_broken; /* where it is read to, pinned */
-  bool told;            /* it is on its way there */
-  bool running;         /* between begin and finish */
+  int32_t *broken;    /* lowest code of a broken number in the chunk, on the device: part of m3_told */
+  m3_told *host_told; /* where it is read to, pinned */
+  bool told;          /* it is on its way there */
+  bool running;       /* between begin and finish */
   /* The rows of the chunk: what lies in `places`, which is filled on the host (pinned) and travels as one. */
   char *places, *host_places;
   int64_t *pos;       /* [n] */
@@ -73,8 +79,9 @@ struct m3_device_state {
   int64_t attention_floats;
   m3_hopper hopper;
   void *hopper_work;
-  m3_replays *replays;   /* steps that were kept, see replay.cu */
-  cudaEvent_t rows_sent; /* rows whose experts the CPU computes are in its memory, see host_experts.cu */
+  int64_t low_bit_layers; /* selections by low-bit copies that were called, see replay.cu */
+  m3_replays *replays;    /* steps that were kept, see replay.cu */
+  cudaEvent_t rows_sent;  /* rows whose experts the CPU computes are in its memory, see host_experts.cu */
 };
 
 /* What is larger than every code of a broken number: all bytes equal, so that a memset sets it. */
@@ -196,6 +203,7 @@ void m3_cuda_norm(m3_device_state *s, const m3_context *c, const float *x, const
 void m3_cuda_embed(const m3_context *c, const m3_embed_params *p);
 void m3_cuda_prepare(const m3_context *c, const m3_prepare_params *p);
 void m3_cuda_rotate(const m3_context *c, const m3_rotate_params *p);
+void m3_cuda_low_bit(const m3_context *c, const m3_rows *rows, m3_layer_cache cache);
 bool m3_cuda_select(const m3_context *c, const m3_select_params *p);
 void m3_cuda_attend(const m3_context *c, const m3_attend_params *p);
 void m3_cuda_output(const m3_context *c, const m3_output_params *p);
