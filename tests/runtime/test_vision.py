@@ -59,11 +59,11 @@ def test_refused_batches(tower, values, grids, message) -> None:
 
 
 def test_refused_files(tiny_gguf, tiny_mmproj, tmp_path) -> None:
-    with pytest.raises(InputError, match="general.architecture is 'minimax-m3', expected 'clip', a vision file"):
+    with pytest.raises(InputError, match=r"general\.architecture is 'minimax-m3', expected 'clip', a vision file"):
         VisionTower(tiny_gguf)
     with pytest.raises(InputError, match="architecture 'clip', expected 'minimax-m3'"):
         Model(tiny_mmproj)
-    with pytest.raises(InputError, match="absent.gguf"):
+    with pytest.raises(InputError, match=r"absent\.gguf"):
         VisionTower(tmp_path / "absent.gguf")
     with pytest.raises(MachineError, match="device cuda has no operations of the vision tower; cpu has"):
         VisionTower(tiny_mmproj, device="cuda")
