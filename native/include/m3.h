@@ -456,7 +456,8 @@ typedef struct m3_batch {
   uint32_t struct_size;
   int32_t output;       /* an m3_output; logits need a window that ends with the last layer */
   int64_t n_tokens;     /* sum of the spans' n */
-  const int32_t *ids;   /* [n_tokens], in span order; needed when the window starts at layer 0, else NULL */
+  const int32_t *ids;   /* [n_tokens], in span order; needed when the window starts at layer 0, else NULL. -1: a row of
+                         * `embeddings` */
   const float *hidden;  /* [n_tokens, n_embd] entering layer_first; needed when it is not 0, else NULL */
   int32_t n_spans;      /* a sequence may appear once */
   const m3_span *spans; /* [n_spans] */
@@ -468,6 +469,10 @@ typedef struct m3_batch {
    */
   const int32_t *blocks;
   int64_t blocks_count; /* elements of `blocks` */
+  /* What the rows whose id is -1 enter layer 0 with in place of an embedding of the vocabulary (tokens of images), in
+   * their order, or NULL: [rows of id -1, n_embd]. */
+  const float *embeddings;
+  int64_t embeddings_count; /* elements of `embeddings` */
 } m3_batch;
 
 /* Runs the window's layers over the batch and appends its rows to the sequences. Rows see their own sequence
