@@ -316,6 +316,7 @@ def convert_command(
     seen = None if vision is None else plan_vision(opened, linear, vision)
     if seen is not None:
         plan = replace(plan, left_out=())
+        seen = replace(seen, plan=replace(seen.plan, inputs=plan.inputs))
     if explain is not None:
         in_vision = seen is not None and any(t.name == explain for t in seen.plan.tensors)
         print_explanation(seen.plan if seen is not None and in_vision else plan, explain, as_json)

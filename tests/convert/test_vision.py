@@ -1,6 +1,7 @@
 """The vision file: names, shapes, values and keys as llama.cpp reads them, and what is refused before it is written."""
 
 import json
+import shutil
 import struct
 from collections.abc import Mapping
 from dataclasses import replace
@@ -319,7 +320,30 @@ def test_arguments(m3_convert, pristine, tiny_gguf, tmp_path) -> None:
     assert error(pristine, out, "--vision", out) == f"{out}: expected another file than OUT.gguf for the vision part"
     assert "found GGUF: it holds text only" in error(tiny_gguf, "--vision-only", sight)
     assert "is part of the source" in error(pristine, "--vision-only", pristine / "config.json")
+    recipe = tmp_path / "own.toml"
+    recipe.write_text('[default]\ntype = "f16"\n')
+    assert "is part of the source or another input" in error(pristine, out, "--recipe", recipe, "--vision", recipe)
     assert "its folder" in error(pristine, out, "--vision", tmp_path / "absent" / "mmproj.gguf")
     assert error(pristine, out, "--vision", sight, "--max-size", "1M", "--text", "x").startswith(
         "--vision does not go with --target-overlap and --max-size"
     )
+
+
+@pytest.mark.parametrize("discard", [False, True], ids=["cached", "discarded"])
+def test_from_the_hub(hub, m3_convert, pristine, tmp_path, discard: bool) -> None:
+    """Only the shards of the vision part are downloaded for it; the bytes are those that a folder gives."""
+    identifier = "MiniMaxAI/MiniMax-M3"
+    hub.add(identifier, pristine)
+    options = ["--discard-source"] if discard else []
+    out, named = tmp_path / "mmproj.gguf", tmp_path / "MiniMax-M3"
+    outcome = m3_convert(identifier, "--vision-only", out, *options)
+    assert outcome.code == 0, outcome.err
+    sizes = {shard.name: shard.stat().st_size for shard in pristine.glob("*.safetensors")}
+    index = json.loads((pristine / "model.safetensors.index.json").read_text())["weight_map"]
+    used = {shard for name, shard in index.items() if not name.startswith("language_model.")}
+    assert used < set(sizes) and f"{len(used)} of {len(used)} shards to download" in outcome.err
+    shutil.copytree(pristine, named)
+    assert m3_convert(named, "--vision-only", tmp_path / "folder.gguf").code == 0
+    # The name of the model is in the file: that of the folder is the last part of the id.
+    assert out.read_bytes() == (tmp_path / "folder.gguf").read_bytes()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["MiniMax-M3", "folder.gguf", "mmproj.gguf"]
