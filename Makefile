@@ -63,7 +63,7 @@ endif
 %/version.o: ISA := -DM3_VERSION_STRING='"$(VERSION)"'
 
 .PHONY: all native cuda cuda-check install demo test test-programs check-native test-gpu test-aarch64 test-lowest lint format oracle golden \
-  scale scale-check bench-convert bench-msa clean nano-data train-nano compare-nano evaluate-nano check-nano
+  scale scale-check bench-convert bench-msa bench-products bench-machine clean nano-data train-nano compare-nano evaluate-nano check-nano
 .SECONDARY:
 all: native
 
@@ -183,14 +183,16 @@ test: install check-native
 
 # The case tables and sessions on the GPU, compared with the CPU; the golden vectors through the engine; the first two again,
 # in part, with the checkers of the CUDA toolkit. On a machine with a GPU, after make cuda.
-GPU_TESTS := build/release/tests/test_ops build/release/tests/test_session build/release/tests/test_hopper
+GPU_TESTS := $(addprefix build/release/tests/,test_ops test_session test_hopper test_pages test_many)
 test-gpu: install $(GPU_TESTS)
 	@$(if $(CUDA),,echo "test-gpu: run make cuda first" >&2; exit 1)
 	@for t in $(GPU_TESTS); do echo "== $$t cuda"; $$t cuda || exit 1; done
-	$(VENV)/bin/pytest tests/golden --device cuda
+	build/release/tests/test_session cuda experts
+	$(VENV)/bin/pytest tests/golden tests/runtime/test_experts_on.py --device cuda
 	compute-sanitizer --tool memcheck --error-exitcode 1 build/release/tests/test_ops cuda few
 	compute-sanitizer --tool racecheck --error-exitcode 1 build/release/tests/test_ops cuda few
 	compute-sanitizer --tool memcheck --error-exitcode 1 build/release/tests/test_session cuda
+	compute-sanitizer --tool memcheck --error-exitcode 1 build/release/tests/test_session cuda experts
 	compute-sanitizer --tool memcheck --error-exitcode 1 build/release/tests/test_hopper cuda few
 
 # pytest with the lowest versions of the dependencies, in an environment of its own.
@@ -266,9 +268,17 @@ bench-convert: install $(if $(LLAMA),$(if $(filter $(REFERENCE_PY),$(TORCH)),$(R
 	PYTHONPATH=tests $(PY) tests/bench/convert.py --folder $(SCALE_FOLDER) \
 	  $(if $(LLAMA),--llama $(LLAMA) --script $(SCRIPT) --torch $(TORCH) --csv tests/bench/convert.csv)
 
-# Time of selection and attention of one layer.
+# Time of selection and attention of one layer, and of matrix products.
 bench-msa: build/release/bench/msa
 	@$<
+
+bench-products: build/release/bench/products
+	@$<
+
+# Time to the first token from a cold cache, and what more threads give. 4 GB of disk while its model is made.
+bench-machine: install
+	PYTHONPATH=tests $(PY) tests/bench/machine.py $(SCALE_FOLDER) --commit "$$(git rev-parse --short HEAD)" \
+	  --csv tests/bench/machine.csv
 
 build/release/bench/%: tests/bench/%.c $(C_TEST_HEADERS) $(OBJECTS)
 	@mkdir -p $(@D)

@@ -42,7 +42,9 @@ class FakeSession:
         self.context = context
         self.script = script
         self.held: list[int] = []
+        self.block_size = 16
         self.evals: list[int] = []  #: tokens of each eval
+        self.drops: list[tuple[int, int]] = []  #: first block and number of blocks
         self.before_eval: Callable[[], None] = lambda: None
 
     def eval(
@@ -67,6 +69,12 @@ class FakeSession:
         assert 0 <= length <= len(self.held)
         del self.held[length:]
 
+    def drop(self, first_block: int, n_blocks: int, seq: int = 0) -> None:
+        at, end = first_block * self.block_size, (first_block + n_blocks) * self.block_size
+        assert 0 <= at < end <= len(self.held)
+        del self.held[at:end]
+        self.drops.append((first_block, n_blocks))
+
 
 def replies(*answers: Sequence[int]) -> Callable[[list[int]], int]:
     """A script that writes one answer after the other: each starts when an eval brings more than one token."""
@@ -79,6 +87,6 @@ def replies(*answers: Sequence[int]) -> Callable[[list[int]], int]:
         state["length"] = len(held)
         answer = answers[min(state["answer"], len(answers) - 1)]
         state["at"] += 1
-        return int(answer[min(state["at"], len(answer)) - 1])
+        return int(answer[min(state["at"], len(answer)) - 1]) if answer else 0
 
     return script

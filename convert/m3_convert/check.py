@@ -16,29 +16,26 @@ import numpy.typing as npt
 
 from m3_convert.check_report import CheckReport, GroupSummary, SideSummary, differences
 from m3_convert.check_runs import CheckRuns
-from m3_convert.checkpoint import listed
+from m3_convert.check_walk import CheckResult, walk
 from m3_convert.comparable import check_choice, check_comparable
 from m3_convert.journal import library_hash
-from m3_convert.layer_walk import CheckResult, walk
-from m3_convert.layered_model import TENSOR_GROUPS, LayeredModel, open_layered
+from m3_convert.layered_model import FilesChangedError, LayeredModel, open_layered, unchanged
 from m3_convert.mixed_model import MixedModel, group_tensors, same_group
 from m3_convert.model_hash import hash_of, start_hash
-from m3_convert.text_sample import load_text, sample_text
+from m3_convert.tensor_group import GROUPS
+from m3_convert.text_sample import Text, context_tokens, load_text, sample_text
 from m3_convert.token_text import TokenText
 from m3_convert.verdict import Thresholds
 from m3_convert.walk_progress import walk_progress
-from m3_convert.walk_state import WalkState, default_folder, prepare_folder, state_folder
+from m3_convert.walk_state import WalkState, basis_hash, default_folder, prepare_folder, state_folder
 from m3_convert.walker import WalkOptions, check_memory
 from m3_runtime import memory
-from m3_runtime.command import one_line
+from m3_runtime.command import tell
 from m3_runtime.errors import InputError
 from m3_runtime.native import version
 from m3_runtime.quantities import format_bytes
-from m3_runtime.text import ChatTokenizer
 
 NAME: Final = "m3-check-selection"
-DEFAULT_CONTEXT: Final = 8192
-GROUPS: Final = tuple(dict.fromkeys(group for group, _ in TENSOR_GROUPS))
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ class Check:
     reference: Path
     candidate: Path
     text: Path | None = None  #: None: the text that ships with the package
-    context: int | None = None  #: tokens; None: DEFAULT_CONTEXT, or what the models were trained for
+    context: int | None = None  #: tokens, see `context_tokens`
     reference_options: WalkOptions = field(default_factory=WalkOptions)
     candidate_options: WalkOptions = field(default_factory=WalkOptions)
     thresholds: Thresholds = field(default_factory=Thresholds)
@@ -105,8 +102,9 @@ def _report(check: Check, states: Path | None) -> tuple[CheckReport, WalkState]:
     source = load_text(check.text)
     with ExitStack() as stack:
         ours, theirs = _open_both(check, stack)
-        tokenizer = _tokenizer(ours)
-        sample = sample_text(source, tokenizer, _wanted_tokens(check.context, ours, theirs))
+        tokenizer = ours.tokenizer()
+        trained = min(side.hparams.context_train for side in (ours, theirs))
+        sample = sample_text(source, tokenizer, context_tokens(check.context, trained))
         check_choice(ours.hparams, len(sample.ids))
         same, groups = _groups(check, ours, theirs, stack)
         runs = CheckRuns(
@@ -121,13 +119,19 @@ def _report(check: Check, states: Path | None) -> tuple[CheckReport, WalkState]:
         estimated = _estimate(runs, len(sample.ids))
         digests = {side.origin.described_by: start_hash(side) for side in (ours, theirs)}  # one for the same files
         ids = np.array(sample.ids, np.int32)
-        state = WalkState(None if states is None else state_folder(states, _basis(runs, ids)), note)
-        result = _walk(runs, ids, state, restart=check.restart)
-        if not all(digest.done() for digest in digests.values()):
-            note("the files are still being read for their hash")
-        reference, candidate = (
-            _summary(side, digests[side.origin.described_by].result(), state) for side in (ours, theirs)
-        )
+        folder = None if states is None else state_folder(states, _question(check, runs, source))
+        state = WalkState(folder, basis_hash(_basis(runs, ids)), note)
+        try:
+            with unchanged(ours, theirs):
+                result = _walk(runs, ids, state, restart=check.restart)
+                if not all(digest.done() for digest in digests.values()):
+                    note("the files are still being read for their hash")
+                reference, candidate = (
+                    _summary(side, digests[side.origin.described_by].result()) for side in (ours, theirs)
+                )
+        except FilesChangedError:
+            state.remove()
+            raise
         report = CheckReport(
             result=result,
             reference=reference,
@@ -171,34 +175,13 @@ def _versions() -> dict[str, str]:
     return {"engine_sha256": library_hash(), "python": platform.python_version(), **packages}
 
 
-def _summary(side: LayeredModel, sha256: str, state: WalkState) -> SideSummary:
-    """Raises InputError if the files are not those that were opened: the hash would not be that of what ran."""
-    changed = side.origin.changed()
-    if changed:
-        state.remove()
-        raise InputError(f"{side.name}: changed during the check: {listed(changed)}; the check must start anew")
+def _summary(side: LayeredModel, sha256: str) -> SideSummary:
     return SideSummary(side.name, side.kind, side.n_bytes, side.types(), sha256, hash_of(side))
 
 
 def note(text: str) -> None:
     """A line for people."""
-    print(f"{NAME}: {one_line(text)}", file=sys.stderr, flush=True)
-
-
-def _tokenizer(side: LayeredModel) -> ChatTokenizer:
-    try:
-        return ChatTokenizer(side.model.gguf.metadata)
-    except InputError as error:
-        raise InputError(f"{side.name}: {error}") from error
-
-
-def _wanted_tokens(context: int | None, ours: LayeredModel, theirs: LayeredModel) -> int:
-    trained = min(ours.hparams.context_train, theirs.hparams.context_train)
-    if context is None:
-        return min(DEFAULT_CONTEXT, trained)
-    if context > trained:
-        raise InputError(f"--context is {context}, the model was trained for {trained} tokens")
-    return context
+    tell(NAME, text)
 
 
 def _groups(
@@ -257,6 +240,8 @@ def _resumable(state: WalkState, n_layer: int, *errors: type[BaseException]) -> 
     except errors:
         if state.layer:
             note(f"the same command goes on after layer {state.layer} of {n_layer}; the state is in {state.folder}")
+        elif state.folder is not None:
+            note("nothing had been saved yet (it is once a minute): the same command starts anew")
         raise
 
 
@@ -283,15 +268,28 @@ def _states(check: Check) -> Path | None:
     return parent
 
 
-def _basis(runs: CheckRuns, ids: npt.NDArray[np.int32]) -> dict[str, Any]:
-    """What a check depends on, values of JSON."""
+def _question(check: Check, runs: CheckRuns, text: Text) -> dict[str, Any]:
+    """What is asked for, by name, values of JSON."""
     options = [asdict(runs.reference_options), asdict(runs.candidate_options)]
     for side in options:
         del side["threads"]  # change nothing
+    # A folder or file by its place, an id on the Hub as it is.
+    sides = [str(path.absolute() if path.exists() else path) for path in (check.reference, check.candidate)]
+    text_name = str(check.text.absolute()) if check.text and check.text.is_file() else text.name
     return {
-        "program": [version(), library_hash(), _kernels(runs.reference)],
+        "sides": sides,
+        "text": [text_name, check.context],
+        "kernels": _kernels(runs.reference),
+        "options": options,
+        "runs": [runs.logits, runs.isolated, check.attribute and list(check.groups)],
+    }
+
+
+def _basis(runs: CheckRuns, ids: npt.NDArray[np.int32]) -> dict[str, Any]:
+    """What its result depends on besides, values of JSON."""
+    return {
+        "program": [version(), library_hash()],
         "sides": [dict(side.origin.identity) for side in (runs.reference, runs.candidate)],
         "ids": hashlib.sha256(ids.tobytes()).hexdigest(),
-        "options": options,
-        "runs": [runs.logits, runs.isolated, [model.group for model in runs.groups]],
+        "groups": [model.group for model in runs.groups],
     }

@@ -8,10 +8,13 @@ from typing import Annotated, Final, NoReturn
 
 import typer
 
-from m3_convert.check import DEFAULT_CONTEXT, GROUPS, NAME, Check, note, run_check
+from m3_convert.check import NAME, Check, note, run_check
+from m3_convert.notation import exact
 from m3_convert.output_path import check_output
 from m3_convert.report_json import report_json
 from m3_convert.report_text import print_report
+from m3_convert.tensor_group import GROUPS
+from m3_convert.text_sample import DEFAULT_CONTEXT
 from m3_convert.verdict import DEFAULT_KLD, DEFAULT_MASS_LOST, Thresholds
 from m3_convert.walker import WalkOptions
 from m3_runtime.choices import ATTENTIONS, CACHE_TYPES, chosen
@@ -31,7 +34,7 @@ app = new_app()
     "compared layer by layer and head by head. The candidate runs twice: as it is, and with the reference's blocks, "
     "which tells the damage of the selection from all other.",
     epilog="Exit codes: 0 done; 1 a threshold is missed; 2 the models, the text or the arguments are wrong; 3 nothing "
-    "was tested, no query had a choice of blocks; 4 memory or disk is missing; 130 interrupted.",
+    "was tested, no query had a choice of blocks; 4 memory or disk is missing; 70 a bug; 130 interrupted.",
 )
 @guarded
 def check_command(
@@ -47,7 +50,11 @@ def check_command(
     ],
     text: Annotated[
         Path | None,
-        typer.Option("--text", metavar="FILE", help="Text to read, UTF-8. Without it a text that ships with m3-gguf."),
+        typer.Option(
+            "--text",
+            metavar="FILE",
+            help="Text to read, UTF-8; - is standard input. Without it a text that ships with m3-gguf.",
+        ),
     ] = None,
     context: Annotated[
         int | None,
@@ -204,7 +211,7 @@ def check_command(
         except BrokenPipeError:
             abandon_stdout()  # whoever read the report left; the verdict stands
         if page is not None:  # after the numbers, which a full disk shall not take along
-            from m3_convert.page import write_page  # the template engine is needed here alone
+            from m3_convert.report_page import write_page  # the template engine is needed here alone
 
             write_page(content, page)
     if finished.verdict.shortfalls:
@@ -217,7 +224,7 @@ def _threshold(option: str, value: float | None, default: float | None, most: fl
         return default
     if not (0 <= value < math.inf and (most is None or value <= most)):  # NaN is neither
         expected = "a number of 0 or more" if most is None else f"0 to {most:g}"
-        raise InputError(f"{option} is {value:g}, expected {expected}")
+        raise InputError(f"{option} is {exact(value)}, expected {expected}")
     return value + 0.0  # no -0
 
 
@@ -225,8 +232,13 @@ def _page_path(out: Path, inputs: list[Path]) -> Path:
     """Where the page goes. Raises InputError for a file that is no page: a slip would replace a model by its report."""
     page = check_output(out, "the report", inputs)
     if page.exists():
-        with page.open("rb") as file:
-            start = file.read(len(_HTML))
+        try:
+            with page.open("rb") as file:
+                start = file.read(len(_HTML))
+        except PermissionError as error:
+            raise InputError(
+                f"{out}: is there already and cannot be read: expected an HTML page, which alone the report may replace"
+            ) from error
         if start and start.lower() != _HTML:
             raise InputError(f"{out}: is there already and is no HTML page, which alone the report may replace")
     return page

@@ -5,19 +5,19 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from m3_convert.check_runs import CheckRuns
+from m3_convert.check_walk import CheckResult
+from m3_convert.findings import Differences, Findings, Restored, Selection
 from m3_convert.flip_margin import near_tie_share
 from m3_convert.index_deviation import IndexDeviation
-from m3_convert.layer_walk import CheckResult
-from m3_convert.layered_model import Kind, LayeredModel, tensor_group
+from m3_convert.layered_model import Kind, LayeredModel
 from m3_convert.mixed_model import MixedModel
+from m3_convert.tensor_group import INDEX, tensor_group
 from m3_convert.text_sample import TextSample
 from m3_convert.token_text import TokenText
-from m3_convert.verdict import Differences, Findings, Restored, Selection, Thresholds, Verdict, judge
+from m3_convert.verdict import Thresholds, Verdict, judge
 from m3_convert.walker import WalkOptions
 from m3_runtime.engine import Hparams
 from m3_runtime.quantize import type_name
-
-INDEX_GROUP = "index"
 
 
 @dataclass(frozen=True)
@@ -141,6 +141,6 @@ def differences(runs: CheckRuns, deviations: Mapping[int, IndexDeviation]) -> Di
 def _types(side: LayeredModel) -> tuple[dict[str, int], str]:
     """Types of the tensors outside the indexer, and those of its projections in words."""
     tensors = side.model.gguf.tensors
-    index = [t for t in tensors if tensor_group(t.name) == INDEX_GROUP]
+    index = [t for t in tensors if tensor_group(t.name) == INDEX]
     projections = dict.fromkeys(type_name(t.type) for t in index if "proj" in t.name)
     return {t.name: t.type for t in tensors if t not in index}, " and ".join(projections)

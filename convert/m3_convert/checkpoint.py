@@ -14,6 +14,7 @@ from types import MappingProxyType
 from safetensors import SafetensorError, safe_open
 
 from m3_convert.config import ModelConfig, load_config
+from m3_convert.file_kind import file_kind
 from m3_convert.json_file import read_object
 from m3_convert.shards import LocalShards, Shards
 from m3_runtime.errors import InputError
@@ -94,6 +95,8 @@ def load_files(files: CheckpointFiles, name: str, shards: Shards) -> Checkpoint:
     elif SINGLE_NAME in files.names:
         tensors, used = {t.name: t for header in files.headers([SINGLE_NAME]) for t in header}, {SINGLE_NAME}
     else:
+        for name_there in (INDEX_NAME, SINGLE_NAME):
+            _check_kind(files.folder / name_there)
         raise InputError(f"{files.path}: expected {INDEX_NAME} or {SINGLE_NAME}, found neither")
     unlisted = sorted(name for name in files.names if name.endswith(".safetensors") and name not in used)
     warnings = (f"{files.path}: not part of the checkpoint, left out: {listed(unlisted)}",) if unlisted else ()
@@ -106,6 +109,12 @@ def load_files(files: CheckpointFiles, name: str, shards: Shards) -> Checkpoint:
         warnings=warnings,
         shards=shards,
     )
+
+
+def _check_kind(path: Path) -> None:
+    """Raises InputError for something under a name that is no file: a link that leads nowhere is not absent."""
+    if (kind := file_kind(path)) not in ("a file", "nothing"):
+        raise InputError(f"{path}: expected a file, found {kind}")
 
 
 def listed(names: Iterable[str], limit: int = 5) -> str:
@@ -161,6 +170,8 @@ def _indexed_tensors(files: CheckpointFiles) -> tuple[dict[str, SourceTensor], s
             raise InputError(f"{index}: weight_map: {tensor}: expected a file name in this folder, found {shard!r}")
     shards = sorted(set(weight_map.values()))
     absent = [shard for shard in shards if shard not in files.names]
+    for shard in absent:
+        _check_kind(files.folder / shard)
     if absent:
         why = files.elsewhere and f" ({files.elsewhere})"
         raise InputError(f"{files.path}: {len(absent)} of {len(shards)} shards absent{why}: {listed(absent)}")

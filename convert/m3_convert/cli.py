@@ -45,7 +45,7 @@ app = new_app()
 @app.command(
     help="Converts a MiniMax-M3 checkpoint, or a GGUF file of one, to GGUF.",
     epilog="Exit codes: 0 done; 1 a target was not reached; 2 the source or the arguments are wrong; 3 --text is too "
-    "short to measure with; 4 disk or memory is missing; 130 interrupted.",
+    "short to measure with; 4 disk or memory is missing; 70 a bug; 130 interrupted.",
 )
 @guarded
 def convert_command(
@@ -166,7 +166,9 @@ def convert_command(
     ] = None,
     text: Annotated[
         Path | None,
-        typer.Option("--text", metavar="FILE", help="Text for --target-overlap and --max-size, UTF-8."),
+        typer.Option(
+            "--text", metavar="FILE", help="Text for --target-overlap and --max-size, UTF-8; - is standard input."
+        ),
     ] = None,
     context: Annotated[
         int | None,
@@ -211,6 +213,8 @@ def convert_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan or the result as JSON.")] = False,
     version: Version = False,
 ) -> int | None:
+    if not source:
+        raise InputError("SOURCE is empty, expected the name of a file or folder or an id on the Hub")
     if vision_type is not None and vision is None and vision_only is None:
         raise InputError("--vision-type is for --vision and --vision-only, of which neither is given")
     linear = parse_vision_type(vision_type or AUTO)
@@ -391,7 +395,11 @@ def _note_other_recipe(plan: Plan, target: Path, recipe: Path | None) -> None:
     if not path.is_file() or (recipe is not None and path.samefile(recipe)):
         return
     used = plan.choice.recipe.sha256 if plan.choice.recipe else ""
-    if hashlib.sha256(path.read_bytes()).hexdigest() != used:
+    try:
+        same = hashlib.sha256(path.read_bytes()).hexdigest() == used
+    except PermissionError:  # no reason not to convert
+        same = False
+    if not same:
         print(f"{NAME}: note: {path} is there already; it is not the recipe of this file", file=sys.stderr)
 
 

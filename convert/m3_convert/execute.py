@@ -29,7 +29,7 @@ from m3_convert.run_shards import Supply, check_discardable
 from m3_convert.shard_order import ReleasePoints, ShardOrder
 from m3_convert.split import is_shard_name, other_division
 from m3_runtime.engine import GGUF
-from m3_runtime.errors import InputError, M3Error, MachineError
+from m3_runtime.errors import InputError, M3Error, MachineError, NotFiniteError
 from m3_runtime.quantities import format_bytes
 
 
@@ -151,7 +151,11 @@ def convert(
             else:
                 _sync_folder(target.parent)
             _say(*supply.begin())
-            _write(plan, files, journal, supply, threads)
+            try:
+                _write(plan, files, journal, supply, threads)
+            except (InputError, NotFiniteError):
+                journal.check_source(plan)  # what is broken in it may be what was written over it meanwhile
+                raise
             journal.check_source(plan)
             _give_names(files, named=resumed == n_bytes)
         _say(*supply.remove())

@@ -24,16 +24,15 @@ from m3_convert.imatrix_collect import (
 from m3_convert.layered_model import LayeredModel, open_layered
 from m3_convert.output_path import check_output
 from m3_convert.stored_name import stored_name
-from m3_convert.text_sample import TextSample, load_text, sample_text
+from m3_convert.text_sample import TextSample, context_tokens, load_text, sample_text
 from m3_convert.walk_progress import layer_stages, walk_progress
 from m3_convert.walker import WalkOptions, check_memory
 from m3_runtime import memory
-from m3_runtime.command import guarded, new_app, one_line, run
+from m3_runtime.command import guarded, new_app, run, tell
 from m3_runtime.errors import InputError
 from m3_runtime.native import version
 from m3_runtime.options import IndexType, Isa, KvType, Threads, Version
 from m3_runtime.quantities import format_bytes, format_seconds
-from m3_runtime.text import ChatTokenizer
 
 NAME = "m3-imatrix"
 _LISTED = 12  #: experts that are named in the report for people
@@ -63,8 +62,8 @@ class ImatrixReport:
     help="Collects an importance matrix: the mean square of what each column of each weight matrix is multiplied with "
     "while the model reads a text. Quantizers spend their precision by it. The model is read layer by layer, one layer "
     "in memory at a time, with sparse attention.",
-    epilog="Exit codes: 0 done; 2 the model, the text or the arguments are wrong; 4 memory or disk is missing; 130 "
-    "interrupted.",
+    epilog="Exit codes: 0 done; 2 the model, the text or the arguments are wrong; 4 memory or disk is missing; 70 a "
+    "bug; 130 interrupted.",
 )
 @guarded
 def imatrix_command(
@@ -78,7 +77,7 @@ def imatrix_command(
             help="File to write, in llama.cpp's format; an existing one is replaced when the new one is complete.",
         ),
     ],
-    text: Annotated[Path, typer.Option("--text", metavar="FILE", help="Text to read, UTF-8.")],
+    text: Annotated[Path, typer.Option("--text", metavar="FILE", help="Text to read, UTF-8; - is standard input.")],
     context: Annotated[
         int | None,
         typer.Option(
@@ -102,14 +101,14 @@ def imatrix_command(
     start = time.monotonic()
     options = WalkOptions(kv_type, index_type, threads)
     target = check_output(out, "the importance matrix", [source, text])
-    text_name = stored_name(text, "text")
     content = load_text(text)
+    text_name = stored_name(Path(content.name), "text")
     with open_layered(source, isa=isa, threads=threads) as model:
         for note in model.notes:
             _note(f"note: {note}")
         n = _context(context, model)
         # No text has more tokens than bytes.
-        sample = sample_text(content, _tokenizer(model), n * chunks if chunks else max(content.n_bytes, 1))
+        sample = sample_text(content, model.tokenizer(), n * chunks if chunks else max(content.n_bytes, 1))
         if not sample.ids:
             raise InputError(f"{text}: the text is empty")
         estimated = _estimate(model, len(sample.ids), n, options)
@@ -139,21 +138,12 @@ def imatrix_command(
 
 
 def _note(text: str) -> None:
-    print(f"{NAME}: {one_line(text)}", file=sys.stderr, flush=True)
-
-
-def _tokenizer(model: LayeredModel) -> ChatTokenizer:
-    try:
-        return ChatTokenizer(model.model.gguf.metadata)
-    except InputError as error:
-        raise InputError(f"{model.name}: {error}") from error
+    tell(NAME, text)
 
 
 def _context(wanted: int | None, model: LayeredModel) -> int:
     h = model.hparams
-    if wanted is not None and wanted > h.context_train:
-        raise InputError(f"--context is {wanted}, the model was trained for {h.context_train} tokens")
-    context = default_context(h) if wanted is None else wanted
+    context = context_tokens(wanted, h.context_train, default_context(h))
     if context <= always_read(h):
         _note(
             f"note: in chunks of {context} tokens the sparse layers read every block, as in no longer text: they "

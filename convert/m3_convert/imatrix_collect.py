@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from m3_convert.imatrix import Entry, Shape
-from m3_convert.layered_model import LayeredModel
+from m3_convert.layered_model import LayeredModel, unchanged
 from m3_convert.tensor_map import layer_of
 from m3_convert.walker import CHUNK, MemoryEstimate, Walker, WalkOptions, read_share, session_options
 from m3_runtime.engine import Hparams, Session
@@ -70,7 +70,7 @@ def collect(
     context: tokens of a chunk; each is read on its own, the last may be shorter. An expert that no token was sent to
     has a count of 0. advance: told the work done since its last call; all of it is `work`. The result depends on
     neither threads nor whether the weights come from a folder or a file of the same values and types.
-    Raises InputError and NotFiniteError naming what is wrong with the model.
+    Raises InputError and NotFiniteError naming what is wrong with the model, or that its files have changed.
     """
     shapes = weight_shapes(model)
     last = model.hparams.n_layer - 1
@@ -79,14 +79,15 @@ def collect(
         by_layer.setdefault(last if name == _HEAD else layer_of(name), []).append(name)
     found: dict[str, Entry] = {}
     walker = Walker(model, ids, options or WalkOptions(), advance, context)
-    for layer in range(model.hparams.n_layer):
-        names = by_layer[layer]
+    with unchanged(model):
+        for layer in range(model.hparams.n_layer):
+            names = by_layer[layer]
 
-        def finish(session: Session, names: list[str] = names) -> None:
-            for name in names:
-                found[name] = _entry(name, *session.importance(name))
+            def finish(session: Session, names: list[str] = names) -> None:
+                for name in names:
+                    found[name] = _entry(name, *session.importance(name))
 
-        walker.layer(layer, record=_RECORD, finish=finish)
+            walker.layer(layer, record=_RECORD, finish=finish)
     return found
 
 

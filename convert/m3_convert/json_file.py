@@ -4,12 +4,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+from m3_convert.file_kind import file_kind
 from m3_runtime.errors import InputError
 
 
 def read_text(path: Path) -> str:
     """The text of a UTF-8 file, line ends unchanged. Raises InputError if it cannot be read or is not UTF-8."""
     try:
+        if (kind := file_kind(path)) not in ("a file", "nothing"):  # a pipe would wait for its other end
+            raise InputError(f"{path}: expected a file, found {kind}")
         return path.read_bytes().decode("utf-8")
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error

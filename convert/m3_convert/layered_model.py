@@ -4,137 +4,38 @@ A checkpoint is evaluated as the file that `m3-convert --type auto` would write 
 """
 
 import hashlib
-import mmap
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self
+from typing import Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from m3_convert.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint
+from m3_convert.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, listed
 from m3_convert.disk_room import check_rooms
-from m3_convert.encode import Encoder
 from m3_convert.gguf_file import header_bytes
 from m3_convert.hub_shards import HubShards
 from m3_convert.metadata import plan_metadata
-from m3_convert.plan import Plan, plan_conversion
+from m3_convert.plan import plan_conversion
 from m3_convert.source import open_source
+from m3_convert.tensor_group import TENSOR_GROUPS, tensor_group
 from m3_convert.tensor_map import layer_of
-from m3_runtime.engine import GGUF, Model, Tensor
-from m3_runtime.errors import InputError
+from m3_convert.weights import CheckpointWeights, MappedWeights, Weights
+from m3_runtime.engine import GGUF, Model
+from m3_runtime.errors import InputError, NotFiniteError
+from m3_runtime.file_identity import Identity, file_identity
 from m3_runtime.quantize import TensorType, dequantize_rows, row_bytes, type_name
+from m3_runtime.text import ChatTokenizer
 
 Kind = Literal["gguf", "checkpoint"]
 
-# What a tensor is for; the first pattern that matches decides.
-TENSOR_GROUPS = (
-    ("index", "blk.*.indexer.*"),
-    ("norms", "*norm.weight"),
-    ("router", "blk.*.ffn_gate_inp.weight"),
-    ("router", "blk.*.exp_probs_b.bias"),
-    ("experts", "blk.*_exps.weight"),
-    ("shared experts", "blk.*_shexp.weight"),
-    ("attention", "blk.*.attn_*.weight"),
-    ("dense mlp", "blk.*.ffn_*.weight"),
-    ("embeddings", "token_embd.weight"),
-    ("head", "output.weight"),
-)
 
-#: What tells the content of files, by name: size and time, or a digest.
-Identity = Mapping[str, list[int | str]]
-
-#: Part of a tensor, -1 for all of it or the number of an expert, and its bytes as they stand in a GGUF file.
-Part = tuple[int, Any]
-
-
-def tensor_group(name: str) -> str:
-    """The group of TENSOR_GROUPS that a tensor belongs to, "other" if none."""
-    return next((group for group, pattern in TENSOR_GROUPS if fnmatchcase(name, pattern)), "other")
-
-
-class Weights(Protocol):
-    """Where the bytes of tensors come from."""
-
-    mapped: bool  #: True if the kernel can take back their memory at any time
-    n_bytes: int  #: of the files they lie in
-
-    def parts(self, tensor: str) -> Iterator[Part]:
-        """The bytes of a tensor, whole or expert by expert."""
-        ...
-
-    def release(self, tensors: Sequence[str]) -> None:
-        """Called when the engine has let go of these tensors."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class MappedWeights:
-    """Tensors of GGUF files, mapped read-only; only the pages of bound layers stay in the memory of the process."""
-
-    mapped = True
-
-    def __init__(self, paths: Sequence[str], tensors: Sequence[Tensor]) -> None:
-        self._ranges = {t.name: (t.file, t.offset, t.n_bytes) for t in tensors}
-        self._maps: list[mmap.mmap] = []
-        for path in paths:
-            try:
-                with Path(path).open("rb") as file:
-                    self._maps.append(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
-            except OSError as error:
-                self.close()
-                raise InputError(f"{path}: cannot be mapped: {error.strerror}") from error
-        self.n_bytes = sum(map(len, self._maps))
-
-    def parts(self, tensor: str) -> Iterator[Part]:
-        file, offset, n_bytes = self._ranges[tensor]
-        # Page faults read in small pieces; on a cold disk one large request is many times as fast.
-        self._advise(tensor, mmap.MADV_WILLNEED)
-        yield -1, memoryview(self._maps[file])[offset : offset + n_bytes]
-
-    def release(self, tensors: Sequence[str]) -> None:
-        for tensor in tensors:
-            self._advise(tensor, mmap.MADV_DONTNEED)
-
-    def _advise(self, tensor: str, advice: int) -> None:
-        file, offset, n_bytes = self._ranges[tensor]
-        start = offset // mmap.PAGESIZE * mmap.PAGESIZE
-        self._maps[file].madvise(advice, start, offset + n_bytes - start)
-
-    def close(self) -> None:
-        # After an error its traceback may still hold views of the mapping, which then goes with them.
-        for mapped in self._maps:
-            with suppress(BufferError):
-                mapped.close()
-
-
-class CheckpointWeights:
-    """Tensors of a checkpoint, converted when asked for."""
-
-    mapped = False
-
-    def __init__(self, plan: Plan, threads: int) -> None:
-        self._tensors = {t.name: t for t in plan.tensors}
-        self._open = ExitStack()
-        self._encoder = self._open.enter_context(Encoder(threads, shards=plan.source.shards))
-        shards = {t.shard for tensor in plan.tensors for m in tensor.matrices for t in m.sources}
-        self.n_bytes = sum(map(plan.source.shards.size, shards))
-
-    def parts(self, tensor: str) -> Iterator[Part]:
-        for matrix in self._encoder.matrices(self._tensors[tensor]):
-            yield matrix.expert, matrix.data
-
-    def release(self, tensors: Sequence[str]) -> None:
-        """Nothing to do: what was bound was freed with its last reference."""
-
-    def close(self) -> None:
-        self._open.close()
+class FilesChangedError(InputError):
+    """A model's files are not those that were opened: what was computed is of no model."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +43,7 @@ class Origin:
     """Where a model comes from."""
 
     identity: Identity = field(default_factory=dict)
-    """Of its files when it was opened, and of what else it is made from."""
+    """What tells its content, of its files and of what else it is made from, the same after they were moved."""
 
     described_by: tuple[Path, ...] = ()
     """The files whose hash stands for it: all of a GGUF model; of a checkpoint its config and the index of its shards,
@@ -153,9 +54,11 @@ class Origin:
     look: Callable[[], Identity] = dict
     """Gives that of its files as they are now. Raises InputError for one that is not there any more."""
 
+    opened: Identity = field(default_factory=dict)  #: what that was when the model was opened
+
     def changed(self) -> list[str]:
         """The files that are not what they were when the model was opened. Raises InputError as `look` does."""
-        return [name for name, now in self.look().items() if self.identity[name] != now]
+        return [Path(name).name for name, now in self.look().items() if self.opened[name] != now]
 
 
 class LayeredModel:
@@ -187,6 +90,19 @@ class LayeredModel:
     def mapped(self) -> bool:
         """True if bound weights are pages of a file, False if they are memory of this process."""
         return self.weights.mapped
+
+    def check_unchanged(self) -> None:
+        """Raises FilesChangedError if its files are not those that were opened, InputError as `Origin.look` does."""
+        if changed := self.origin.changed():
+            which = "" if changed == [Path(self.name).name] else f": {listed(changed)}"
+            raise FilesChangedError(f"{self.name}: changed while it was in use{which}")
+
+    def tokenizer(self) -> ChatTokenizer:
+        """Raises InputError, naming the model, if its metadata make none."""
+        try:
+            return ChatTokenizer(self.model.gguf.metadata)
+        except InputError as error:
+            raise InputError(f"{self.name}: {error}") from error
 
     def layer_bytes(self, layer: int) -> int:
         """Bytes of the weights that `bound(layer)` binds."""
@@ -258,6 +174,20 @@ class LayeredModel:
         self.close()
 
 
+@contextmanager
+def unchanged(*sides: LayeredModel) -> Iterator[None]:
+    """For a block that reads models: raises FilesChangedError if their files are not those that were opened, at its end
+    and in place of what the block says is wrong with their content."""
+    try:
+        yield
+    except (InputError, NotFiniteError):
+        for side in sides:
+            side.check_unchanged()
+        raise
+    for side in sides:
+        side.check_unchanged()
+
+
 def open_layered(path: Path, *, device: str = "cpu", isa: str = "auto", threads: int = 0) -> LayeredModel:
     """Opens a GGUF file, any one of a split model, the folder of one, a checkpoint folder, or an id on the Hub, whose
     shards are then downloaded into the Hub's cache, each when its first layer is bound.
@@ -276,21 +206,13 @@ def _open_gguf(path: Path, device: str, isa: str) -> LayeredModel:
         tensors, files, header = gguf.tensors, gguf.files, gguf.header()
     weights = MappedWeights(files, tensors)
     paths = tuple(map(Path, files))
-    look = partial(_file_identity, paths)
-    origin = Origin(look(), paths, look=look)
+    look = partial(file_identity, paths)
+    opened = look()
+    # Without the number on the disk, which some file systems give anew when they are mounted again.
+    identity = {Path(name).name: about[:2] for name, about in opened.items()}
+    origin = Origin(identity, paths, look=look, opened=opened)
     model = Model.from_header(header, str(path), device=device, isa=isa)
     return LayeredModel(str(path), "gguf", model, weights, origin)
-
-
-def _file_identity(paths: Sequence[Path]) -> Identity:
-    found: dict[str, list[int | str]] = {}
-    for path in paths:
-        try:
-            status = path.stat()
-        except OSError as error:
-            raise InputError(f"{path}: cannot be read: {error.strerror}") from error
-        found[path.name] = [status.st_size, status.st_mtime_ns]
-    return found
 
 
 def _open_checkpoint(checkpoint: Checkpoint, device: str, isa: str, threads: int) -> LayeredModel:
@@ -307,10 +229,11 @@ def _open_checkpoint(checkpoint: Checkpoint, device: str, isa: str, threads: int
     def look() -> Identity:
         return {shard.name: checkpoint.shards.identity(shard) for shard in shards}
 
-    identity: Identity = {**look(), "header": [hashlib.sha256(header).hexdigest()]}
+    opened = look()
+    identity: Identity = {**opened, "header": [hashlib.sha256(header).hexdigest()]}
     described_by = [checkpoint.folder / name for name in ("config.json", INDEX_NAME)]
     if not described_by[1].is_file():
         described_by[1] = checkpoint.folder / SINGLE_NAME
     described_by = [path for path in described_by if path.is_file()]  # the only shard of a Hub id may be yet to come
-    origin = Origin(identity, tuple(described_by), (*plan.warnings, *notes), look)
+    origin = Origin(identity, tuple(described_by), (*plan.warnings, *notes), look, opened)
     return LayeredModel(name, "checkpoint", model, CheckpointWeights(plan, threads), origin)

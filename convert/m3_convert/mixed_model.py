@@ -4,8 +4,10 @@ for."""
 import hashlib
 from collections.abc import Iterator, Sequence
 
-from m3_convert.layered_model import LayeredModel, Origin, Part, tensor_group
+from m3_convert.layered_model import LayeredModel, Origin
+from m3_convert.tensor_group import tensor_group
 from m3_convert.tensor_map import layer_of
+from m3_convert.weights import Part
 from m3_runtime.engine import Model
 
 

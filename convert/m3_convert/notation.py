@@ -67,6 +67,20 @@ def decimal(value: float | None) -> str:
     return f"{sign}{size:,.{digits}f}"
 
 
+def exact(value: float) -> str:
+    """A number that somebody gave, with all its digits."""
+    return repr(value).removesuffix(".0")
+
+
+def beside(value: float, limit: float) -> str:
+    """A value that missed a limit: four significant digits, or as many as show that it did."""
+    for digits in range(4, 17):
+        text = f"{value:.{digits}g}"
+        if (float(text) < limit, float(text) > limit) == (value < limit, value > limit):
+            return text
+    return repr(value)
+
+
 def perplexity(value: float | None) -> str:
     """Five significant digits or more."""
     if value is None:

@@ -10,7 +10,7 @@ lists: its overlaps are null, it loses nothing.
     schema      {"name": "m3-check-selection", "version": 2}
     program     version of this program
     versions    {"engine_sha256": of the library that computed, "python", "numpy", "tokenizers"}
-    verdict     {"text": up to three sentences, "evidence": [sentences], "cause", "cost": see verdict.py,
+    verdict     {"text": up to three sentences, "evidence": [sentences], "cause", "cost": see verdict_cause.py,
                  "status": "reported" | "passed" | "fell short", "exit_code", "failed": [names of thresholds]}
     thresholds  {"min_overlap", "max_mass_lost", "max_kld"}: number or null; they judge overall.worst.overlap_mean,
                 overall.mass_lost.worst.mean and logits.candidate.kld.mean

@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 
 from m3_convert.flip_margin import near_tie_share
-from m3_convert.layer_summary import LayerSummary, query_heads_of, worst_head
 from m3_convert.notation import decimal, percent, perplexity, share
+from m3_convert.report_layer import LayerSummary, query_heads_of, worst_head
 from m3_runtime.command import one_line
 from m3_runtime.quantities import format_bytes
 

@@ -33,7 +33,7 @@ _LEAST: Final = 0.05
 
 
 @dataclass(frozen=True)
-class Lane:
+class Restoration:
     """A run with some tensors restored."""
 
     name: str
@@ -47,14 +47,14 @@ def kind_of(tensor: str) -> str:
 
 
 @dataclass(frozen=True)
-class Lanes:
+class Restorations:
     """The runs for a set of tensors: `kinds`, then `bands` of layers (none for a single band)."""
 
-    kinds: Sequence[Lane]
-    bands: Sequence[Lane]
+    kinds: Sequence[Restoration]
+    bands: Sequence[Restoration]
 
     @classmethod
-    def of(cls, tensors: Iterable[str], n_layer: int) -> "Lanes":
+    def of(cls, tensors: Iterable[str], n_layer: int) -> "Restorations":
         names = list(tensors)
         kinds: dict[str, list[str]] = {}
         for name in names:
@@ -65,15 +65,17 @@ class Lanes:
         for first, end in pairwise(edges):
             inside = frozenset(name for name in names if first <= layer_of(name) < end)
             if inside:
-                bands.append(Lane(f"layers {first}-{end - 1}", inside))
-        return cls([Lane(kind, frozenset(found)) for kind, found in kinds.items()], bands if len(bands) > 1 else [])
+                bands.append(Restoration(f"layers {first}-{end - 1}", inside))
+        return cls(
+            [Restoration(kind, frozenset(found)) for kind, found in kinds.items()], bands if len(bands) > 1 else []
+        )
 
-    def __iter__(self) -> Iterator[Lane]:
+    def __iter__(self) -> Iterator[Restoration]:
         return iter((*self.kinds, *self.bands))
 
 
 def sensitivities(
-    lanes: Lanes,
+    runs: Restorations,
     errors: Mapping[str, float],
     harm: Doubles,
     restored: Mapping[str, Doubles],
@@ -82,16 +84,16 @@ def sensitivities(
     """Harm of a unit of error in each tensor, [harms], at least 0.
 
     errors: of each tensor in the model that was measured. harm: of that model, [harms]. restored: harm that was left
-    in each run, by name of the lane. touched: the harms that a tensor can do, bool [harms]: none to what is before it.
+    in each run, by name of the run. touched: the harms that a tensor can do, bool [harms]: none to what is before it.
     """
-    kind = {name: i for i, lane in enumerate(lanes.kinds) for name in lane.tensors}
-    band = {name: i for i, lane in enumerate(lanes.bands) for name in lane.tensors}
+    kind = {name: i for i, run in enumerate(runs.kinds) for name in run.tensors}
+    band = {name: i for i, run in enumerate(runs.bands) for name in run.tensors}
     # The last band: tensors outside all of them.
-    exposed = np.zeros((len(lanes.kinds), len(lanes.bands) + 1, len(harm)))
+    exposed = np.zeros((len(runs.kinds), len(runs.bands) + 1, len(harm)))
     for name, row in kind.items():
         exposed[row, band.get(name, -1)] += errors[name] * touched[name]
-    by_kind = np.array([harm - restored[lane.name] for lane in lanes.kinds])
-    by_band = np.array([harm - restored[lane.name] for lane in lanes.bands]).reshape(len(lanes.bands), len(harm))
+    by_kind = np.array([harm - restored[run.name] for run in runs.kinds])
+    by_band = np.array([harm - restored[run.name] for run in runs.bands]).reshape(len(runs.bands), len(harm))
     u, v = _factors(exposed, by_kind, by_band, _NOISE * np.maximum(harm, 1e-12))
     return {name: u[row] * v[band.get(name, -1)] * touched[name] for name, row in kind.items()}
 

@@ -13,7 +13,6 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from m3_convert.check import DEFAULT_CONTEXT
 from m3_convert.comparable import check_choice
 from m3_convert.execute import check_outputs, hold_output
 from m3_convert.gguf_file import OutputFile, header_bytes
@@ -22,7 +21,7 @@ from m3_convert.imatrix_collect import collect, default_context, estimate_memory
 from m3_convert.journal import library_hash
 from m3_convert.layered_model import LayeredModel, open_layered
 from m3_convert.metadata import plan_metadata
-from m3_convert.notation import share
+from m3_convert.notation import exact, share
 from m3_convert.output_path import check_output as check_small_output
 from m3_convert.output_path import imatrix_path, recipe_path
 from m3_convert.plan import Plan, plan_conversion
@@ -32,7 +31,7 @@ from m3_convert.source import Source, open_source
 from m3_convert.stored_name import stored_name
 from m3_convert.target_report import print_found, target_json
 from m3_convert.target_search import Found, Search, Target
-from m3_convert.text_sample import Text, load_text, sample_text
+from m3_convert.text_sample import Text, context_tokens, load_text, sample_text
 from m3_convert.trial import Trials
 from m3_convert.trial_check import Checks
 from m3_convert.walk_progress import layer_stages, walk_progress
@@ -40,7 +39,7 @@ from m3_convert.walk_state import default_folder, prepare_folder, state_folder
 from m3_convert.walker import WalkOptions, check_memory
 from m3_convert.whole_file import write_whole
 from m3_runtime import memory
-from m3_runtime.command import one_line
+from m3_runtime.command import one_line, tell
 from m3_runtime.errors import ExitCode, InputError, MachineError
 from m3_runtime.native import version
 from m3_runtime.quantities import format_bytes
@@ -79,7 +78,7 @@ class TargetRequest:
 def parse_overlap(value: float | None) -> float | None:
     """Raises InputError for a number that is no overlap."""
     if value is not None and not 0 <= value <= 1:  # NaN is neither
-        raise InputError(f"--target-overlap is {value:g}, expected 0 to 1")
+        raise InputError(f"--target-overlap is {exact(value)}, expected 0 to 1")
     return value
 
 
@@ -105,10 +104,10 @@ def search_target(request: TargetRequest) -> int:
     with hold_output(out), open_layered(Path(request.source), threads=request.threads) as reference:
         for line in dict.fromkeys((*reference.notes, *base.warnings)):
             _note(f"note: {line}")
-        tokenizer = _tokenizer(reference)
-        ids = _ids(text, tokenizer, _context(request.context, reference), reference)
+        tokenizer = reference.tokenizer()
+        ids = _ids(text, tokenizer, context_tokens(request.context, reference.hparams.context_train), reference)
         given = None if request.imatrix is None else ImportanceMatrix.load(request.imatrix)
-        folder = _folder(request, reference, ids, given)
+        folder = _folder(request, reference, text, ids, given)
         if request.imatrix and (other := imatrix_path(out)).exists() and not other.samefile(request.imatrix):
             _note(f"note: {other} is there already; it is not the importance matrix of this file")
         trials = Trials(source, base.choice, out, folder, request.threads, base.inputs)
@@ -153,7 +152,7 @@ def search_target(request: TargetRequest) -> int:
 
 
 def _note(text: str) -> None:
-    print(f"{NAME}: {one_line(text)}", file=sys.stderr, flush=True)
+    tell(NAME, text)
 
 
 # ------------------------------------------------------------------------------------------------ what it begins with
@@ -181,20 +180,6 @@ def _fixed(plan: Plan) -> frozenset[str]:
     return frozenset(t.name for t in plan.tensors if any(t.reason == rule.reason for rule in rules))
 
 
-def _context(wanted: int | None, reference: LayeredModel) -> int:
-    trained = reference.hparams.context_train
-    if wanted is not None and wanted > trained:
-        raise InputError(f"--context is {wanted}, the model was trained for {trained} tokens")
-    return min(DEFAULT_CONTEXT, trained) if wanted is None else wanted
-
-
-def _tokenizer(reference: LayeredModel) -> ChatTokenizer:
-    try:
-        return ChatTokenizer(reference.model.gguf.metadata)
-    except InputError as error:
-        raise InputError(f"{reference.name}: {error}") from error
-
-
 def _ids(text: Text, tokenizer: ChatTokenizer, n: int, reference: LayeredModel) -> npt.NDArray[np.int32]:
     sample = sample_text(text, tokenizer, n)
     check_choice(reference.hparams, len(sample.ids))
@@ -215,7 +200,11 @@ def _about(request: TargetRequest, base: Plan, text: Text, n_tokens: int) -> Seq
 
 
 def _folder(
-    request: TargetRequest, reference: LayeredModel, ids: npt.NDArray[np.int32], given: ImportanceMatrix | None
+    request: TargetRequest,
+    reference: LayeredModel,
+    text: Text,
+    ids: npt.NDArray[np.int32],
+    given: ImportanceMatrix | None,
 ) -> Path:
     """The folder of all searches over this text and source."""
     try:
@@ -228,7 +217,7 @@ def _folder(
         "search": [version(), library_hash(), reference.model.isa_name],
         "source": dict(reference.origin.identity),
         "ids": hashlib.sha256(ids.tobytes()).hexdigest(),
-        "text": load_text(request.text).sha256,
+        "text": text.sha256,
         "importance": given.sha256 if given else None,
     }
     folder = state_folder(parent, basis)

@@ -23,7 +23,7 @@ from typing import Any, Final, TextIO
 from rich.console import Console
 from rich.table import Table
 
-from m3_convert.notation import decimal, percent, share
+from m3_convert.notation import decimal, exact, percent, share
 from m3_convert.output_path import recipe_path
 from m3_convert.target_search import Candidate, Found, Target
 from m3_convert.trial_check import Outcome
@@ -78,7 +78,7 @@ def print_found(report: Mapping[str, Any], stream: TextIO) -> None:
     if target["max_bytes"] is not None:
         goal = f"{report['bytes']} of {target['max_bytes']} bytes"
     else:
-        goal = f"worst head {share(report['outcome']['worst']['overlap'])}, {target['min_overlap']:g} asked for"
+        goal = f"worst head {share(report['outcome']['worst']['overlap'])}, {exact(target['min_overlap'])} asked for"
     console.print(_LEGEND, markup=False, highlight=False, soft_wrap=True)
     where = f"{report['file']} and {report['recipe']}" if report["file"] else "nothing was written"
     console.print(

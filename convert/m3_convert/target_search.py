@@ -21,15 +21,16 @@ from typing import Final
 
 import numpy as np
 
+from m3_convert.cost_model import AIM, Calibration, CostModel, Types
 from m3_convert.decode import SourceReader
 from m3_convert.imatrix import ImportanceMatrix
+from m3_convert.notation import exact
 from m3_convert.plan import Plan
 from m3_convert.precision import always_f32, is_index_projection
 from m3_convert.recipe import Recipe
 from m3_convert.recipe_text import FoundTensor, recipe_text
 from m3_convert.rounding_error import rounding_errors
-from m3_convert.sensitivity import Lanes, sensitivities
-from m3_convert.target_solution import AIM, Calibration, Landscape, Types
+from m3_convert.sensitivity import Restorations, sensitivities
 from m3_convert.trial import Trials, types_of
 from m3_convert.trial_check import Checks, Outcome
 from m3_convert.type_ladder import Ladder, flat, free_tensors, ladder, tensor_bytes
@@ -58,7 +59,9 @@ class Target:
         return self.min_overlap is None or outcome.worst.overlap >= self.min_overlap
 
     def __str__(self) -> str:
-        return f"--target-overlap {self.min_overlap:g}" if self.max_bytes is None else f"--max-size {self.max_bytes}"
+        if self.min_overlap is not None:
+            return f"--target-overlap {exact(self.min_overlap)}"
+        return f"--max-size {self.max_bytes}"
 
 
 @dataclass(frozen=True)
@@ -119,14 +122,14 @@ class Search:
                 f"{self.target}: the smallest file that a search from {self.base.choice.name} can make has {least} "
                 f"bytes ({format_bytes(least)})"
             )
-        landscape = self._landscape(self._flat_below(max_bytes, base_types))
+        cost_model = self._cost_model(self._flat_below(max_bytes, base_types))
         fitting = self._candidate(base_types, "the recipe itself") if base_bytes <= max_bytes else None
         what = "the file that was found"
-        allowed = max_bytes - (least - landscape.n_bytes(smallest))
-        while (types := landscape.best_in(allowed)) is not None:
-            excess = self._file_bytes(self._recipe(base_types | types, landscape)) - max_bytes
+        allowed = max_bytes - (least - cost_model.n_bytes(smallest))
+        while (types := cost_model.best_in(allowed)) is not None:
+            excess = self._file_bytes(self._recipe(base_types | types, cost_model)) - max_bytes
             if excess <= 0:
-                found = self._candidate(base_types | types, what, landscape)
+                found = self._candidate(base_types | types, what, cost_model)
                 break
             allowed -= excess  # the text of the recipe is part of the file
         else:
@@ -138,9 +141,9 @@ class Search:
         base = self._candidate(base_types, "the recipe itself")
         if self.target.met(base.outcome):
             return Found(base, True, base, base_bytes, self.rounds)
-        landscape = self._landscape(flat(self.ladders, self._bulk(base_types)))
+        cost_model = self._cost_model(flat(self.ladders, self._bulk(base_types)))
         calibration = Calibration()
-        calibration.learn(base.outcome.harm, landscape.harm(base_types))
+        calibration.learn(base.outcome.harm, cost_model.harm(base_types))
         best, top = base, base_types | {name: types[-1] for name, types in self.ladders.items()}
         assert self.target.min_overlap is not None
         worst = base.outcome.worst
@@ -149,26 +152,26 @@ class Search:
         self._judged = index, f"layer {worst.layer}, head {worst.head}"
         lost = (1 - self.target.min_overlap) * AIM
         for n in range(ROUNDS):
-            types, lost = self._raised(landscape, base_types, lost, calibration)
-            found = self._candidate(top if types is None else types, f"round {n + 1}", landscape)
+            types, lost = self._raised(cost_model, base_types, lost, calibration)
+            found = self._candidate(top if types is None else types, f"round {n + 1}", cost_model)
             best = self._preferred(best, found)
             if found.types == top:
                 break
-            calibration.learn(found.outcome.harm, landscape.harm(found.types))
+            calibration.learn(found.outcome.harm, cost_model.harm(found.types))
             if self.target.met(found.outcome):
-                again = landscape.smallest_above(base_types, calibration.predicted(max(lost, _NOTHING) ** 2)[1:])
-                if again is None or landscape.n_bytes(again) > landscape.n_bytes(found.types) - WORTH * found.n_bytes:
+                again = cost_model.smallest_above(base_types, calibration.predicted(max(lost, _NOTHING) ** 2)[1:])
+                if again is None or cost_model.n_bytes(again) > cost_model.n_bytes(found.types) - WORTH * found.n_bytes:
                     break
         exhausted = any(c.types == top for c in self.rounds)
         return Found(best, self.target.met(best.outcome), base, base_bytes, self.rounds, exhausted)
 
     def _raised(
-        self, landscape: Landscape, base_types: Types, lost: float, calibration: Calibration
+        self, cost_model: CostModel, base_types: Types, lost: float, calibration: Calibration
     ) -> tuple[Types | None, float]:
         """The fewest bytes with which as many blocks are predicted to be lost as `lost`, or less where that gives types
         that were tried, and what it became. None if the largest types are predicted to lose more."""
         for _ in range(_TRIES):
-            types = landscape.smallest_above(base_types, calibration.predicted(max(lost, _NOTHING) ** 2)[1:])
+            types = cost_model.smallest_above(base_types, calibration.predicted(max(lost, _NOTHING) ** 2)[1:])
             if types is None:
                 break
             if all(base_types | types != c.types for c in self.rounds):
@@ -238,22 +241,22 @@ class Search:
             for name, types in self.ladders.items()
         }
 
-    def _landscape(self, types: Types) -> Landscape:
+    def _cost_model(self, types: Types) -> CostModel:
         """What errors cost, measured with `types`."""
         errors = self._errors()
-        lanes = Lanes.of(self.ladders, self.checks.reference.hparams.n_layer)
+        restorations = Restorations.of(self.ladders, self.checks.reference.hparams.n_layer)
         everywhere = types_of(self.base) | types
-        known = self.checks.known(everywhere, list(lanes))
+        known = self.checks.known(everywhere, list(restorations))
         if known is None:
             trial = self.trials.make(self._recipe(everywhere))
-            known = self.checks.measure(trial, everywhere, list(lanes), "groups of tensors")
+            known = self.checks.measure(trial, everywhere, list(restorations), "groups of tensors")
         restored = {name: outcome.harm for name, outcome in known.restored.items()}
         at = {name: errors[name][types[name]] for name in self.ladders}
         touched = {name: known.outcome.touched_by(name) for name in self.ladders}
-        costs = sensitivities(lanes, at, known.outcome.harm, restored, touched)
+        costs = sensitivities(restorations, at, known.outcome.harm, restored, touched)
         # Without types that cannot hold the values of a tensor.
         ladders = {name: tuple(t for t in types if t in errors[name]) for name, types in self.ladders.items()}
-        return Landscape(ladders, self.sizes, errors, costs)
+        return CostModel(ladders, self.sizes, errors, costs)
 
     def _errors(self) -> dict[str, dict[TensorType, float]]:
         path = self.checks.folder / "errors.json"
@@ -281,8 +284,8 @@ class Search:
                     last = time.monotonic()
         return found
 
-    def _candidate(self, types: Types, what: str, landscape: Landscape | None = None) -> Candidate:
-        recipe = self._recipe(types, landscape)
+    def _candidate(self, types: Types, what: str, cost_model: CostModel | None = None) -> Candidate:
+        recipe = self._recipe(types, cost_model)
         known = self.checks.known(types)
         if known is None:
             known = self.checks.measure(self.trials.make(recipe), types, (), what)
@@ -295,8 +298,8 @@ class Search:
     def _file_bytes(self, recipe: Recipe) -> int:
         return self.trials.file(self.trials.plan(recipe)).n_bytes
 
-    def _recipe(self, types: Types, landscape: Landscape | None = None) -> Recipe:
-        """landscape: None if nothing was measured that its comments could say."""
+    def _recipe(self, types: Types, cost_model: CostModel | None = None) -> Recipe:
+        """cost_model: None if nothing was measured that its comments could say."""
         base = types_of(self.base)
         tensors = [
             FoundTensor(
@@ -311,16 +314,16 @@ class Search:
             # Recipes leave these as they are.
             if always_f32(t.name) is None and not (is_index_projection(t.name) and t.type is TensorType.F32)
         ]
-        return self.trials.recipe(recipe_text(self.about, tensors, lambda found: self._gain(found, landscape)))
+        return self.trials.recipe(recipe_text(self.about, tensors, lambda found: self._gain(found, cost_model)))
 
-    def _gain(self, found: Sequence[FoundTensor], landscape: Landscape | None) -> str:
-        if landscape is None:
+    def _gain(self, found: Sequence[FoundTensor], cost_model: CostModel | None) -> str:
+        if cost_model is None:
             return ""
         change = np.sum(
             [
-                landscape.costs[t.name] * (landscape.errors[t.name][t.type] - landscape.errors[t.name][t.base])
+                cost_model.costs[t.name] * (cost_model.errors[t.name][t.type] - cost_model.errors[t.name][t.base])
                 for t in found
-                if t.name in landscape.costs
+                if t.name in cost_model.costs
             ],
             axis=0,
         )
@@ -329,6 +332,6 @@ class Search:
         text = f"changes the KL divergence by {change[0]:+.2g}"
         if self._judged is not None:
             index, name = self._judged
-            share = change[index] / max(landscape.harm(types_of(self.base))[index], 1e-300)
+            share = change[index] / max(cost_model.harm(types_of(self.base))[index], 1e-300)
             text += f", and by {share:+.1%} the noise that {name} selects with"
         return text

@@ -1,6 +1,6 @@
 """A check of a file that a search has made, as numbers that can be kept: selection and divergence beside the source.
 
-Every check is a walk over the whole text (`layer_walk`), with its own state, so that an interrupted one goes on. What
+Every check is a walk over the whole text (`check_walk`), with its own state, so that an interrupted one goes on. What
 it found is a JSON file in the folder of the search, named by the types of the tensors.
 """
 
@@ -17,15 +17,15 @@ import numpy as np
 import numpy.typing as npt
 
 from m3_convert.check_runs import CheckRuns
+from m3_convert.check_walk import walk
 from m3_convert.comparable import check_comparable
 from m3_convert.comparison import SelectionComparison
 from m3_convert.divergence import Divergence
 from m3_convert.knapsack import Doubles
-from m3_convert.layer_walk import walk
-from m3_convert.layered_model import LayeredModel, open_layered
+from m3_convert.layered_model import LayeredModel, open_layered, unchanged
 from m3_convert.mixed_model import MixedModel
 from m3_convert.selection import Cell
-from m3_convert.sensitivity import Lane
+from m3_convert.sensitivity import Restoration
 from m3_convert.tensor_map import layer_of
 from m3_convert.walk_progress import walk_progress
 from m3_convert.walk_state import WalkState
@@ -95,7 +95,7 @@ class Measurement:
     """A check of one file."""
 
     outcome: Outcome
-    restored: Mapping[str, Outcome] = field(default_factory=dict)  #: by lane
+    restored: Mapping[str, Outcome] = field(default_factory=dict)  #: by run
 
 
 @dataclass(frozen=True)
@@ -110,51 +110,58 @@ class Checks:
     note: Callable[[str], None]
     isa: str = "auto"
 
-    def known(self, types: Mapping[str, TensorType], lanes: Sequence[Lane] = ()) -> Measurement | None:
+    def known(self, types: Mapping[str, TensorType], restorations: Sequence[Restoration] = ()) -> Measurement | None:
         """What an earlier check of a file with these types found, or None."""
         try:
-            value = json.loads(self._path(types, lanes).read_text())
+            value = json.loads(self._path(types, restorations).read_text())
             restored = {name: Outcome.from_json(found) for name, found in value["restored"].items()}
             return Measurement(Outcome.from_json(value["outcome"]), restored)
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
     def measure(
-        self, trial: Path, types: Mapping[str, TensorType], lanes: Sequence[Lane] = (), what: str = "check"
+        self,
+        trial: Path,
+        types: Mapping[str, TensorType],
+        restorations: Sequence[Restoration] = (),
+        what: str = "check",
     ) -> Measurement:
-        """Checks the file `trial`, whose tensors have `types`, and with each of `lanes` restored. what: for people.
+        """Checks the file `trial`, whose tensors have `types`, and with each of `restorations`. what: for people.
 
-        Raises what `layer_walk.walk` does, and MachineError if memory is missing.
+        Raises what `check_walk.walk` does, and MachineError if memory is missing.
         """
         with ExitStack() as stack:
             candidate = stack.enter_context(open_layered(trial, isa=self.isa, threads=self.options.threads))
             check_comparable(self.reference, candidate)
             mixed = [
-                stack.enter_context(MixedModel(candidate, self.reference, lane.name, lane.tensors)) for lane in lanes
+                stack.enter_context(MixedModel(candidate, self.reference, run.name, run.tensors))
+                for run in restorations
             ]
             runs = CheckRuns(self.reference, candidate, self.options, self.options, groups=mixed)
             estimate, room = runs.memory(len(self.ids)), memory.session_room()
             size = format_bytes(memory.peak_resident_bytes() + estimate.total)
-            self.note(f"{what}: {2 + runs.forced + len(lanes)} runs, about {size} of memory at the peak")
+            self.note(f"{what}: {2 + runs.forced + len(restorations)} runs, about {size} of memory at the peak")
             check_memory(estimate, room, what, "a smaller --context takes less")
-            state = WalkState(self.folder / f"{self._key(types, lanes)}.walk", self.note)
+            # The folder's name says what the result depends on.
+            state = WalkState(self.folder / f"{self._key(types, restorations)}.walk", note=self.note)
             state.load()
             stages = runs.stages(len(self.ids))
             done = sum(work for _, work in stages[: state.layer])
-            with walk_progress(f"{self.name}: {what}", stages, sys.stderr, done) as advance:
+            progress = walk_progress(f"{self.name}: {what}", stages, sys.stderr, done)
+            with progress as advance, unchanged(self.reference, candidate):
                 result = walk(runs, self.ids, state, advance)
         assert result.selection is not None and result.candidate is not None
         outcome = Outcome.of(result.selection, result.candidate)
         restored = {name: Outcome.of(found, result.group_logits[name]) for name, found in result.groups.items()}
         value = {"outcome": asdict(outcome), "restored": {name: asdict(found) for name, found in restored.items()}}
-        write_whole(self._path(types, lanes), json.dumps(value, indent=1).encode())
+        write_whole(self._path(types, restorations), json.dumps(value, indent=1).encode())
         state.remove()
         return Measurement(outcome, restored)
 
-    def _path(self, types: Mapping[str, TensorType], lanes: Sequence[Lane]) -> Path:
-        return self.folder / f"{self._key(types, lanes)}.json"
+    def _path(self, types: Mapping[str, TensorType], restorations: Sequence[Restoration]) -> Path:
+        return self.folder / f"{self._key(types, restorations)}.json"
 
-    def _key(self, types: Mapping[str, TensorType], lanes: Sequence[Lane]) -> str:
+    def _key(self, types: Mapping[str, TensorType], restorations: Sequence[Restoration]) -> str:
         content = [FORMAT, {name: type_.name for name, type_ in types.items()}]
-        content.append({lane.name: sorted(lane.tensors) for lane in lanes})
+        content.append({run.name: sorted(run.tensors) for run in restorations})
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]

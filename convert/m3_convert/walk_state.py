@@ -1,7 +1,9 @@
 """Where a check is: written after a layer, so that an interrupted check of many hours goes on from there.
 
-One file in a folder of its own, whose name is a hash of all that the result depends on: another model, text or option
-has another folder. The file appears whole or not at all, and is removed when the check is done.
+One file in a folder of its own, whose name is a hash of what was asked for: the names of models and text, and the
+options. In the file stands a hash of all that the result depends on, their content and this program too: what was asked
+for before one of them changed is of no use, and is removed when the same is asked for again. The file appears whole or
+not at all, and is removed when the check is done.
 """
 
 import hashlib
@@ -24,7 +26,7 @@ from m3_convert.whole_file import own_part, whole_file
 from m3_runtime.quantities import format_bytes
 
 SAVE_SECONDS = 60.0  #: of work that an interruption may cost, or one layer if that takes longer
-FORMAT: Final = 2
+FORMAT: Final = 3
 
 _NAME: Final = "state.npz"
 _ABOUT: Final = "about"
@@ -54,17 +56,26 @@ def prepare_folder(parent: Path) -> None:
         pass
 
 
-def state_folder(parent: Path, basis: Mapping[str, Any]) -> Path:
-    """The folder of the check that depends on `basis`, values of JSON."""
+def state_folder(parent: Path, question: Mapping[str, Any]) -> Path:
+    """The folder of what `question`, values of JSON, asks for."""
+    return parent / basis_hash(question)
+
+
+def basis_hash(basis: Mapping[str, Any]) -> str:
+    """Of values of JSON."""
     content = json.dumps({"format": FORMAT, **basis}, sort_keys=True)
-    return parent / hashlib.sha256(content.encode()).hexdigest()
+    return hashlib.sha256(content.encode()).hexdigest()
 
 
 class WalkState:
-    """The file of a check. folder: None keeps nothing. note: is told, for people, why a state is lost."""
+    """The file of a check. folder: None keeps nothing. basis: hash of what the result depends on. note: is told, for
+    people, why a state is lost."""
 
-    def __init__(self, folder: Path | None = None, note: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(
+        self, folder: Path | None = None, basis: str = "", note: Callable[[str], None] = lambda _: None
+    ) -> None:
         self.folder = folder
+        self._basis = basis
         self.snapshot: Snapshot | None = None  #: what an earlier run left
         self.layer = 0  #: layers done that the file holds, 0 if there is none
         self._note = note
@@ -72,7 +83,7 @@ class WalkState:
         self._broken = False
 
     def load(self) -> None:
-        """Reads what an earlier run left."""
+        """Reads what an earlier run left; removes it if it is of no use any more."""
         if self.folder is None:
             return
         path = self.folder / _NAME
@@ -83,6 +94,13 @@ class WalkState:
             about = json.loads(str(arrays.pop(_ABOUT)))
             if about.pop("check") != self.folder.name:
                 raise ValueError("it is that of another check")
+            if about.pop("basis") != self._basis:
+                self.remove()
+                self._note(
+                    f"note: {self.folder}: removed what an earlier run had saved; models, text or program have changed "
+                    "since, and the check starts anew"
+                )
+                return
             self.snapshot = Snapshot(int(about.pop("layer")), arrays, about)
             self.layer = self.snapshot.layer
         except FileNotFoundError:
@@ -100,7 +118,9 @@ class WalkState:
             return
         path = self.folder / _NAME
         content: dict[str, Any] = dict(snapshot.arrays)
-        content[_ABOUT] = json.dumps({"check": self.folder.name, "layer": snapshot.layer, **snapshot.about})
+        content[_ABOUT] = json.dumps(
+            {"check": self.folder.name, "basis": self._basis, "layer": snapshot.layer, **snapshot.about}
+        )
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with whole_file(path, own_part(path)) as part, part.open("wb") as file:

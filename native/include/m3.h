@@ -10,10 +10,12 @@
  *   - Every function that can fail returns an m3_status and fills a caller-owned m3_error (may be NULL) with
  *     one line that names the thing, what was expected and what was found. On failure out-pointers are set
  *     to NULL and nothing is left allocated; a session whose eval failed keeps the length it had before.
- *   - The engine never prints, exits, reads the environment or keeps mutable globals.
+ *   - The engine never prints, exits, reads the environment or keeps mutable globals. m3_end_on_bus_error, which a
+ *     program may ask for, is the exception.
  *   - Options structs start with struct_size = sizeof(the struct), which catches a library and a header that
  *     do not belong together. A zeroed field is valid unless said otherwise (for a cache type it is F32).
- *   - Files stay mapped while they are open. One that another program shortens meanwhile ends the process (SIGBUS).
+ *   - Files stay mapped while they are open. One that another program shortens meanwhile ends the process (SIGBUS, see
+ *     m3_end_on_bus_error).
  *   - One thread at a time may use a session or bind weights to a model, with exceptions that any thread may call at
  *     any time: m3_session_cancel, m3_session_progress and their like of loading. Sessions of one model are
  * independent.
@@ -38,7 +40,7 @@ extern "C" {
 
 /* [declarations] The part down to [end of declarations] is free of macros and is read by cffi as it stands. */
 
-#define M3_ABI_VERSION 9
+#define M3_ABI_VERSION 10
 
 /* Limits. A file or an option beyond them is refused by name. */
 #define M3_MAX_LAYERS 1024
@@ -128,6 +130,16 @@ typedef enum m3_load {
   M3_LOAD_READ = 1 /* in memory of the process, where m3_model_load reads them to */
 } m3_load;
 
+/* Where the routed experts of a model on a GPU are computed. On the CPU: by the operation of the CPU backend, with its
+ * rounding, from the mapped file or the data that was bound; nothing of them is copied or pinned. What travels, through
+ * pinned memory, is for each row of a chunk its normed state down and the sum of its experts up, which is added behind
+ * the shared expert, on which the GPU works meanwhile. */
+typedef enum m3_experts_on {
+  M3_EXPERTS_AUTO = 0, /* layer by layer on the GPU as far as its memory allows, see m3_model_place */
+  M3_EXPERTS_GPU = 1,  /* what AUTO is for a header */
+  M3_EXPERTS_CPU = 2
+} m3_experts_on;
+
 typedef enum m3_attention {
   M3_ATTENTION_SPARSE = 0, /* what the model was trained for */
   M3_ATTENTION_DENSE = 1   /* every layer reads every visible token: out of distribution for the sparse layers */
@@ -155,6 +167,14 @@ int32_t m3_default_threads(void);
 /* Most threads that an n_threads may ask for: the processors, or M3_FEW_THREADS on a machine with fewer. A thread
  * that cannot be created ends the process inside the OpenMP runtime, where no error can be returned. */
 int32_t m3_max_threads(void);
+
+/* For programs, not for libraries: from now on, a mapped file that is shorter than it was when its bytes are used, or
+ * that the disk does not give, ends the process with one line on stderr, "NAME: FILE: ...", and with the exit code
+ * changed_code or failed_code, without unwinding (_exit). The kernel tells of it by SIGBUS in the middle of an
+ * instruction, where no function could return an error. For the whole process and all mapped files, those that the
+ * engine did not map too. `name` is copied and is shorter than 64 bytes (M3_ERROR_ARGUMENT). Has no effect if the
+ * program has a handler of SIGBUS, this one included; a SIGBUS of other causes ends the process as ever. */
+m3_status m3_end_on_bus_error(const char *name, int32_t changed_code, int32_t failed_code, m3_error *err);
 
 /* ------------------------------------------------------------------------------------------------ types */
 
@@ -317,6 +337,7 @@ typedef struct m3_model_options {
   int32_t device; /* an m3_device; AUTO is the GPU where library, driver and machine have what it needs, else the CPU */
   int32_t isa;    /* an m3_isa; one that the machine lacks is M3_ERROR_UNSUPPORTED */
   int32_t load;   /* an m3_load; READ is M3_ERROR_ARGUMENT for a header, and for a GPU, which has a copy anyway */
+  int32_t experts_on; /* an m3_experts_on; GPU is M3_ERROR_ARGUMENT for a model on the CPU */
 } m3_model_options;
 
 /* Opens a GGUF file and binds every weight to its mapping. options may be NULL. Refused by name: another
@@ -414,11 +435,15 @@ typedef struct m3_session_options {
   uint32_t record;     /* M3_RECORD_ bits */
   uint32_t flags;      /* M3_SESSION_ bits */
   uint64_t page_seed;  /* 0: pages are taken in order; else in an order shuffled by it. The result is the same */
+  int64_t pages;       /* of the pool that all sequences share, see m3_session_pages; 0: enough for every sequence to
+                        * be full, which is the most. With fewer, an eval or a drop that finds too few free ones is
+                        * M3_ERROR_CONTEXT and takes none */
 } m3_session_options;
 
-/* Bytes that a session takes, on the model's device. Address space is reserved when the session opens; cache pages cost
- * memory when first written. What an eval records comes on top, in each sparse layer: n_tokens * 4 * (n_index_head *
- * top_k for blocks, n_index_head * number of blocks for scores, n_head * top_k for masses). */
+/* Bytes that a session takes, on the model's device (m3_plan has those of the computer beside a GPU). Address space is
+ * reserved when the session opens; cache pages cost memory when first written. What an eval records comes on top, in
+ * each sparse layer: n_tokens * 4 * (n_index_head * top_k for blocks, n_index_head * number of blocks for scores,
+ * n_head * top_k for masses). */
 typedef struct m3_memory {
   uint64_t kv_bytes;
   uint64_t index_bytes;   /* with low-bit copies, if the session keeps them */
@@ -428,6 +453,36 @@ typedef struct m3_memory {
 
 /* What m3_session_open would take. */
 m3_status m3_session_memory(const m3_model *model, const m3_session_options *options, m3_memory *out, m3_error *err);
+
+/* What a session would need, and where, its weights included. On a GPU it fits if weight_bytes + expert_bytes -
+ * loaded_bytes + kv_bytes + index_bytes + scratch_bytes are no more than free_bytes. */
+typedef struct m3_plan {
+  uint64_t weight_bytes;     /* of the window, on the device, without routed experts; on the CPU in the file or read */
+  uint64_t expert_bytes;     /* routed experts on the device; on the CPU likewise */
+  uint64_t cpu_expert_bytes; /* routed experts that a model on a GPU computes on the CPU: they stay in the file */
+  uint64_t loaded_bytes;     /* of weight_bytes and expert_bytes: on the GPU already */
+  uint64_t kv_bytes, index_bytes, scratch_bytes; /* as in m3_memory */
+  uint64_t host_bytes;              /* of the computer's memory for work on cpu_expert_bytes, 0 without them */
+  uint64_t pinned_bytes;            /* of host_bytes: 8 * chunk * (n_embd + n_expert_used), rounded up */
+  int32_t expert_layers;            /* of the window, that have experts */
+  int32_t cpu_expert_layers;        /* of these: computed on the CPU by a model on a GPU */
+  uint64_t free_bytes, total_bytes; /* as from m3_model_device_memory */
+} m3_plan;
+
+/* The plan of m3_session_open. As long as nothing is placed, with M3_EXPERTS_AUTO, as m3_model_place would place.
+ * Weights of a header-only model, which are brought when they are bound, count as on the GPU already. */
+m3_status m3_session_plan(const m3_model *model, const m3_session_options *options, m3_plan *out, m3_error *err);
+
+/* Decides where the experts of a model on a GPU are that was opened with M3_EXPERTS_AUTO: beside the other weights of
+ * the session and what it takes itself, and a margin of 1/32 of the GPU's memory, at most 2 GiB, the experts of as many
+ * whole layers as fit go to the GPU, from the session's first layer on; those of its other layers stay on the CPU. What
+ * fits as a whole, without a margin, is not split. The first call decides, later ones change nothing, and
+ * m3_session_open calls it. m3_model_load without a call before brings all experts to the GPU. */
+m3_status m3_model_place(m3_model *model, const m3_session_options *options, m3_error *err);
+
+/* Where a model computes the routed experts of a layer: M3_EXPERTS_GPU, M3_EXPERTS_CPU; M3_EXPERTS_AUTO where that is
+ * not decided, in layers without experts, and if layer is out of range. */
+int32_t m3_model_experts_on(const m3_model *model, int32_t layer);
 
 /* Writes which kernels select blocks and attend in such a session to `out` (n_bytes, cut if it is longer): on a GPU
  * "hopper", or "plain (WHY)", or what of it is plain; nothing where there is one way only, as on the CPU. */
@@ -481,7 +536,7 @@ typedef struct m3_batch {
 m3_status m3_session_eval(m3_session *session, const m3_batch *batch, m3_error *err);
 
 /* Asks a running eval to stop (M3_ERROR_CANCELLED) within about one layer of one chunk; on a GPU, within what remains
- * of the chunk. No effect otherwise. */
+ * of the chunk, or up to the next layer with experts on the CPU. No effect otherwise. */
 void m3_session_cancel(m3_session *session);
 
 /* Row-layers done and in all of the running eval (or the last one); both 0 before the first. */
@@ -540,8 +595,39 @@ m3_status m3_session_importance(const m3_session *session, const char *tensor, c
  * exactly; counted once a row and layer. Both 0 while no scan was low-bit. */
 void m3_session_scan(const m3_session *session, int64_t *bounded, int64_t *rescored);
 
-/* Pages in use and in all (a page holds block_size tokens of every layer of the window). */
+/* Pages in use and in all (a page holds block_size tokens of every layer of the window). One that several sequences
+ * share counts once. */
 void m3_session_pages(const m3_session *session, int64_t *used, int64_t *total);
+
+/* Drops blocks [first_block, first_block + n_blocks) of a sequence, which must be full, and moves the tokens behind
+ * them down by n_blocks * block_size positions. Their cached keys and index keys turn to the new positions: each by the
+ * difference of the angles, as float32, that the model gives to the two positions. Pages that other sequences share are
+ * copied first; M3_ERROR_CONTEXT where the pool is short of them. On an error nothing has changed (but for
+ * M3_ERROR_DEVICE, after which the session is of no use).
+ *
+ * What this gives: in an F32 cache every key is the one that its token would have at the new position, as far as
+ * float32 rounds (some 1e-7 of its length for each drop); in other types it is rounded to the type once more, Q8_0 and
+ * Q4_0 in the blocks of 32 that have channels that turn. Other channels and values keep their bits. Selection and
+ * attention are those of the cache as it then is.
+ * What it cannot give: keys and values of all layers but the first were computed from rows that had read the dropped
+ * text, and stay so. The sequence is not what an evaluation of its remaining tokens alone would make; one that shall be
+ * is evaluated again. */
+m3_status m3_session_drop(m3_session *session, int32_t seq, int64_t first_block, int64_t n_blocks, m3_error *err);
+
+/* Bytes of an exported page: for each layer of the window K and V [n_head_kv, block_size, head_dim] in kv_type and, in
+ * a layer that selects, the index keys [block_size, index_dim] in index_type, one after the other without gaps. The
+ * same on every backend. */
+uint64_t m3_session_page_bytes(const m3_session *session);
+
+/* Writes a block of a sequence, its last one too, to dst. Rows that no token of the sequence stands in are zero. */
+m3_status m3_session_export(m3_session *session, int32_t seq, int64_t block, void *dst, uint64_t n_bytes,
+                            m3_error *err);
+
+/* Appends a page that was exported from a session of the same model, types and layers to a sequence whose length is a
+ * whole number of blocks: its first n_tokens (1 to block_size) tokens. Nothing tells whether the bytes are such a page;
+ * numbers that are none show in an eval (M3_ERROR_NOT_FINITE). On an error nothing has changed, but as for drop. */
+m3_status m3_session_import(m3_session *session, int32_t seq, int32_t n_tokens, const void *src, uint64_t n_bytes,
+                            m3_error *err);
 
 /* ------------------------------------------------------------------------------------------------ vision */
 

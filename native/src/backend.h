@@ -200,6 +200,23 @@ typedef struct m3_head_input_params {
   int32_t n;           /* up to a chunk */
 } m3_head_input_params;
 
+/* Keys and index keys of tokens that are cached already, the rows of the chunk: each is read, turned by the angles of
+ * the rows' cos and sin as RoPE does, and stored again in its type; channels (of block types whole blocks) that do not
+ * turn, and values, keep their bits. Low-bit copies are made again. */
+typedef struct m3_rotate_params {
+  const m3_rows *rows;
+  m3_layer_cache cache;
+} m3_rotate_params;
+
+/* Rows whose routed experts the CPU computes, in memory of host_alloc. */
+typedef struct m3_host_rows {
+  int32_t n;
+  float *normed;    /* [n, n_embd] */
+  int32_t *experts; /* [n, n_expert_used] */
+  float *weights;   /* [n, n_expert_used] */
+  float *sums;      /* [n, n_embd] weighted sums of the experts' outputs */
+} m3_host_rows;
+
 /* y (+)= x W^T + bias, or GELU (by the error function) of that, for the layers of the vision tower. */
 typedef struct m3_linear_params {
   const m3_weight *weight; /* [n_out, n_in] */
@@ -262,6 +279,17 @@ typedef struct m3_backend {
   m3_status (*weight_load)(void *dst, const void *src, uint64_t bytes, m3_error *err);
   void (*weight_free)(void *p);
 
+  /* Routed experts of a layer in host memory, between `router` and the next layer; NULL: they are always this
+   * backend's. host_alloc: zeroed host memory from and to which transfers do not keep the caller waiting. host_free
+   * waits for them, and takes NULL. send_rows: scratch normed, experts and weights of the chunk's rows on their way to
+   * `rows`, as the router left them. rows_sent: waits until they are there; false: the device failed, which `finish`
+   * tells. add_sums: hidden += sums, which must stay as they are until rows_sent of the next layer, or finish. */
+  m3_status (*host_alloc)(uint64_t bytes, const char *purpose, void **out, m3_error *err);
+  void (*host_free)(m3_device_state *state, void *p);
+  void (*send_rows)(const m3_context *c, const m3_host_rows *rows);
+  bool (*rows_sent)(const m3_context *c);
+  void (*add_sums)(const m3_context *c, const m3_host_rows *rows, float *hidden);
+
   /* Bytes of the device that are free and there in all; NULL: host memory, which is the operating system's matter. */
   m3_status (*memory)(uint64_t *free_bytes, uint64_t *total_bytes, m3_error *err);
 
@@ -293,6 +321,9 @@ typedef struct m3_backend {
 
   void (*embed)(const m3_context *c, const m3_embed_params *p);
   void (*prepare)(const m3_context *c, const m3_prepare_params *p);
+  void (*rotate)(const m3_context *c, const m3_rotate_params *p);
+  void (*low_bit)(const m3_context *c, const m3_rows *rows, m3_layer_cache cache); /* copies of index keys, again; NULL
+                                                                                      where there are none */
   bool (*select)(const m3_context *c, const m3_select_params *p); /* false: a score is not finite, M3_PART_SCORES */
   void (*attend)(const m3_context *c, const m3_attend_params *p);
   void (*output)(const m3_context *c, const m3_output_params *p);

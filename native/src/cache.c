@@ -2,6 +2,7 @@
 
 #include <inttypes.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "quant/traits.h"
 
@@ -18,13 +19,18 @@ typedef struct cache_sizes {
   uint64_t n_pages, kv_page, index_page, low_bit_page;
 } cache_sizes;
 
+uint64_t m3_cache_most_pages(const m3_hparams *h, int64_t context, int32_t sequences) {
+  uint64_t blocks = ((uint64_t)context + (uint64_t)h->block_size - 1) / (uint64_t)h->block_size, pages;
+  return m3_mul_u64(blocks, (uint64_t)sequences, &pages) ? pages : UINT64_MAX;
+}
+
 static bool sizes_of(const m3_cache_options *o, cache_sizes *s) {
   const m3_hparams *h = o->hparams;
-  uint64_t blocks = ((uint64_t)o->context + (uint64_t)h->block_size - 1) / (uint64_t)h->block_size;
   s->kv_page = (uint64_t)h->n_head_kv * (uint64_t)h->block_size * (uint64_t)m3_row_bytes(o->kv_type, h->head_dim);
   s->index_page = (uint64_t)h->block_size * (uint64_t)m3_row_bytes(o->index_type, h->index_dim);
   s->low_bit_page = o->low_bit ? (uint64_t)o->backend->low_bit_page_bytes(h) : 0;
-  return m3_mul_u64(blocks, (uint64_t)o->sequences, &s->n_pages) && s->n_pages <= INT32_MAX;
+  s->n_pages = o->pages ? (uint64_t)o->pages : m3_cache_most_pages(h, o->context, o->sequences);
+  return s->n_pages <= INT32_MAX;
 }
 
 m3_status m3_cache_bytes(const m3_cache_options *o, uint64_t *kv_bytes, uint64_t *index_bytes, m3_error *err) {
@@ -109,6 +115,7 @@ m3_status m3_cache_open(m3_cache *c, const m3_cache_options *o, m3_error *err) {
   c->blocks_per_sequence = blocks_of(c, o->context);
   c->n_sequences = o->sequences;
   c->n_layers = o->layer_count;
+  c->n_head_kv = o->hparams->n_head_kv;
   c->n_pages = c->n_free = (int32_t)s.n_pages;
   c->kv_page_bytes = (int64_t)s.kv_page;
   c->index_page_bytes = (int64_t)s.index_page;
@@ -164,28 +171,59 @@ static void release_page(m3_cache *c, int32_t *entry) {
   *entry = NO_PAGE;
 }
 
-m3_status m3_cache_reserve(m3_cache *c, int32_t seq, int64_t n, m3_error *err) {
+/* A page of its own in place of one that other sequences hold too. */
+static void unshare(m3_cache *c, int32_t *entry) {
+  int32_t copy = take_page(c);
+  on_every_array(c, c->backend->page_copy, *entry, copy);
+  release_page(c, entry);
+  *entry = copy;
+}
+
+/* The page that the next token of a sequence goes to, if it holds tokens already; else NULL. */
+static int32_t *partly_filled(m3_cache *c, int32_t seq) {
   m3_sequence *s = &c->sequences[seq];
-  if (n > c->context - s->length)
-    return m3_fail(err, M3_ERROR_CONTEXT,
-                   "the context is full: sequence %d holds %" PRId64 " of %" PRId64 " tokens, %" PRId64
-                   " more do not fit",
-                   (int)seq, s->length, c->context, n);
-  int64_t first = s->length / c->block_size, end = blocks_of(c, s->length + n);
-  bool shared = s->length % c->block_size && c->uses[s->table[first]] > 1;
-  int64_t need = shared;
-  for (int64_t b = first; b < end; b++) need += s->table[b] == NO_PAGE;
-  if (need > c->n_free)
-    return m3_fail(err, M3_ERROR_CONTEXT, "the cache is full: %" PRId64 " pages are needed, %d of %d are free", need,
-                   c->n_free, c->n_pages);
-  if (shared) {
-    int32_t copy = take_page(c);
-    on_every_array(c, c->backend->page_copy, s->table[first], copy);
-    release_page(c, &s->table[first]);
-    s->table[first] = copy;
+  return s->length % c->block_size ? &s->table[s->length / c->block_size] : NULL;
+}
+
+static m3_status too_few_pages(const m3_cache *c, int64_t need, m3_error *err) {
+  return m3_fail(err, M3_ERROR_CONTEXT, "the cache is full: %" PRId64 " pages are needed, %d of %d are free", need,
+                 c->n_free, c->n_pages);
+}
+
+/* Pages that the spans take. Of the sequences that hold a page and write to it, the last one that still holds it needs
+ * no copy. */
+static int64_t pages_needed(m3_cache *c, const m3_span *spans, int32_t n_spans) {
+  int64_t need = 0;
+  for (int32_t i = 0; i < n_spans; i++) {
+    int64_t length = c->sequences[spans[i].seq].length;
+    const int32_t *page = partly_filled(c, spans[i].seq);
+    need += blocks_of(c, length + spans[i].n) - blocks_of(c, length);
+    if (page) need += c->uses[*page]-- > 1;
   }
-  for (int64_t b = first; b < end; b++)
-    if (s->table[b] == NO_PAGE) s->table[b] = take_page(c);
+  for (int32_t i = 0; i < n_spans; i++) {
+    const int32_t *page = partly_filled(c, spans[i].seq);
+    if (page) c->uses[*page]++;
+  }
+  return need;
+}
+
+m3_status m3_cache_reserve(m3_cache *c, const m3_span *spans, int32_t n_spans, m3_error *err) {
+  for (int32_t i = 0; i < n_spans; i++) {
+    int64_t length = c->sequences[spans[i].seq].length, n = spans[i].n;
+    if (n > c->context - length)
+      return m3_fail(err, M3_ERROR_CONTEXT,
+                     "the context is full: sequence %d holds %" PRId64 " of %" PRId64 " tokens, %" PRId64
+                     " more do not fit",
+                     (int)spans[i].seq, length, c->context, n);
+  }
+  int64_t need = pages_needed(c, spans, n_spans);
+  if (need > c->n_free) return too_few_pages(c, need, err);
+  for (int32_t i = 0; i < n_spans; i++) {
+    m3_sequence *s = &c->sequences[spans[i].seq];
+    int32_t *page = partly_filled(c, spans[i].seq);
+    if (page && c->uses[*page] > 1) unshare(c, page);
+    for (int64_t b = blocks_of(c, s->length); b < blocks_of(c, s->length + spans[i].n); b++) s->table[b] = take_page(c);
+  }
   return M3_OK;
 }
 
@@ -208,4 +246,76 @@ void m3_cache_fork(m3_cache *c, int32_t src, int32_t dst) {
     c->uses[to->table[b]]++;
   }
   to->length = from->length;
+}
+
+m3_status m3_cache_drop(m3_cache *c, int32_t seq, int64_t first, int64_t n, m3_error *err) {
+  m3_sequence *s = &c->sequences[seq];
+  int64_t end = blocks_of(c, s->length), need = 0;
+  /* Sequences share pages from the first block on: where a later page is shared, none of the dropped ones gets free. */
+  for (int64_t b = first + n; b < end; b++) need += c->uses[s->table[b]] > 1;
+  if (need > c->n_free) return too_few_pages(c, need, err);
+  for (int64_t b = first; b < first + n; b++) release_page(c, &s->table[b]);
+  for (int64_t b = first; b < end - n; b++) {
+    s->table[b] = s->table[b + n];
+    s->table[b + n] = NO_PAGE;
+    if (c->uses[s->table[b]] > 1) unshare(c, &s->table[b]);
+  }
+  s->length -= n * c->block_size;
+  return M3_OK;
+}
+
+/* ---------------------------------------------------------------------------------------------- bytes */
+
+/* An array of rows in a page: [heads, block_size] rows. */
+typedef struct page_array {
+  char *page;
+  int64_t bytes; /* of the page */
+  int32_t heads;
+} page_array;
+
+/* The arrays of a page of a layer, in the order in which they are exported. */
+static int arrays_of(const m3_cache *c, const m3_layer_cache *l, int64_t page, page_array out[3]) {
+  out[0] = (page_array){(char *)l->k + page * c->kv_page_bytes, c->kv_page_bytes, c->n_head_kv};
+  out[1] = (page_array){(char *)l->v + page * c->kv_page_bytes, c->kv_page_bytes, c->n_head_kv};
+  if (!l->index) return 2;
+  out[2] = (page_array){(char *)l->index + page * c->index_page_bytes, c->index_page_bytes, 1};
+  return 3;
+}
+
+uint64_t m3_cache_page_bytes(const m3_cache *c) {
+  uint64_t bytes = 0;
+  for (int32_t i = 0; i < c->n_layers; i++)
+    bytes += 2 * (uint64_t)c->kv_page_bytes + (c->layers[i].index ? (uint64_t)c->index_page_bytes : 0);
+  return bytes;
+}
+
+void m3_cache_read(m3_cache *c, int32_t seq, int64_t block, void *dst) {
+  const m3_sequence *s = &c->sequences[seq];
+  int64_t n = s->length - block * c->block_size;
+  char *out = dst;
+  for (int32_t i = 0; i < c->n_layers; i++) {
+    page_array arrays[3];
+    int count = arrays_of(c, &c->layers[i], s->table[block], arrays);
+    for (int a = 0; a < count; out += arrays[a++].bytes) {
+      int64_t head_bytes = arrays[a].bytes / arrays[a].heads, row_bytes = head_bytes / c->block_size;
+      c->backend->download(c->state, out, arrays[a].page, (uint64_t)arrays[a].bytes);
+      for (int32_t head = 0; head < arrays[a].heads && n < c->block_size; head++)
+        memset(out + head * head_bytes + n * row_bytes, 0, (size_t)((c->block_size - n) * row_bytes));
+    }
+  }
+}
+
+void m3_cache_write(m3_cache *c, int32_t seq, int64_t block, int64_t n, const void *src) {
+  const char *in = src;
+  for (int32_t layer = 0; layer < c->n_layers; layer++) {
+    page_array arrays[3];
+    int count = arrays_of(c, &c->layers[layer], c->sequences[seq].table[block], arrays);
+    for (int a = 0; a < count; in += arrays[a++].bytes) {
+      /* A full page goes as one; of another one the rows without tokens stay as they are. */
+      int32_t pieces = n < c->block_size ? arrays[a].heads : 1;
+      int64_t stride = arrays[a].bytes / pieces, bytes = stride / c->block_size * n;
+      for (int32_t i = 0; i < pieces; i++)
+        c->backend->upload(c->state, arrays[a].page + i * stride, in + i * stride, (uint64_t)bytes);
+    }
+  }
 }

@@ -7,18 +7,16 @@
 #include <string.h>
 
 #include "paging.h"
+#include "rope.h"
 #include "session.h"
 
-/* Angles as the reference computes them: the frequency and its product with the position are rounded to float32.
- * At a million tokens that rounding is visible in the result, so it belongs to the model. */
 static void fill_rope(m3_session *s, int32_t n) {
   const m3_hparams *h = &s->model->hparams;
   int32_t half = h->n_rot / 2;
   for (int32_t i = 0; i < half; i++) {
-    float exponent = (float)(2 * i) / (float)h->n_rot;
-    float frequency = 1.0f / powf(h->rope_theta, exponent);
+    float frequency = m3_rope_frequency(h, i);
     for (int32_t r = 0; r < n; r++) {
-      float angle = (float)s->row_pos[r] * frequency;
+      float angle = m3_rope_angle(frequency, s->row_pos[r]);
       s->cos[r * half + i] = (float)cos((double)angle);
       s->sin[r * half + i] = (float)sin((double)angle);
     }
@@ -104,7 +102,12 @@ static m3_status feed_forward(m3_session *s, const m3_context *c, int32_t layer,
     return M3_OK;
   }
   if (!b->router(c, &p)) return not_finite(s, layer, M3_PART_ROUTER, err);
-  m3_page_in(s->model, p.layer, s->scratch.experts, (int64_t)n * s->model->hparams.n_expert_used);
+  if (p.layer->host_experts) {
+    m3_host_experts_run(s->host_experts, c, &p);
+    return M3_OK;
+  }
+  /* On a device the ids are not to be read, and nothing is in a file any more. */
+  if (!b->weight_load) m3_page_in(s->model, p.layer, s->scratch.experts, (int64_t)n * s->model->hparams.n_expert_used);
   b->experts(c, &p);
   return M3_OK;
 }
@@ -226,10 +229,11 @@ static void write_hidden(m3_session *s, const m3_batch *batch, int64_t first, in
 }
 
 /* Whether the chunk is a step of decoding, which a backend may replay: token ids in, one row a sequence, each the one
- * that its span wants, and nothing given or recorded. `place`: of the first row's output. */
+ * that its span wants, and nothing given or recorded. Experts on the CPU are no operation of the backend: with them the
+ * others are called one by one. `place`: of the first row's output. */
 static bool is_step(const m3_session *s, const m3_batch *batch, const m3_rows *rows, int64_t first, int64_t *place) {
-  if (!s->model->backend->replay || !rows->ids || batch->blocks || batch->embeddings || s->options.record ||
-      rows->n > M3_LOGIT_ROWS)
+  if (!s->model->backend->replay || s->host_experts || !rows->ids || batch->blocks || batch->embeddings ||
+      s->options.record || rows->n > M3_LOGIT_ROWS)
     return false;
   int64_t end = 0;
   int32_t span = 0;

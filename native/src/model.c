@@ -9,6 +9,7 @@
 
 #include "cpu/kernels.h"
 #include "paging.h"
+#include "placement.h"
 #include "quant/traits.h"
 #include "weights.h"
 
@@ -353,7 +354,7 @@ static m3_status choose_backend(m3_model *m, const m3_model_options *options, m3
     return m3_fail(err, M3_ERROR_ARGUMENT, "%s: load is read, which is for the CPU and a file: %s",
                    m3_gguf_name(m->gguf),
                    m->backend->weight_load ? "a GPU gets a copy of the weights anyway" : "this is a header");
-  bool mapped = !m->reads && !m->backend->weight_load && m3_gguf_has_data(m->gguf);
+  bool mapped = !m->reads && m3_gguf_has_data(m->gguf);
   status = mapped ? m3_pager_open(&m->pager, err) : M3_OK;
   return status ? status : m3_loading_open(&m->loading, err);
 }
@@ -373,6 +374,7 @@ static m3_status open_gguf(m3_gguf *gguf, const m3_model_options *options, m3_mo
       status = m3_fail_memory(err, (uint64_t)m->hparams.n_layer * sizeof *m->layers, "the layers of a model");
   }
   if (!status) status = bind_all(m, err);
+  if (!status) status = m3_placement_open(m, options ? options->experts_on : M3_EXPERTS_AUTO, err);
   if (status) {
     m3_model_close(m);
     return status;

@@ -49,6 +49,7 @@ struct m3_weight {
 struct m3_layer {
   int32_t index;
   m3_weight w[M3_LAYER_ROLES];
+  bool host_experts; /* routed experts stay in host memory while the rest is on a device, see placement.h */
 };
 
 struct m3_model {
@@ -59,6 +60,8 @@ struct m3_model {
   const m3_backend *backend;
   const struct m3_kernels *kernels; /* of the CPU backend */
   char device_name[128];
+  int32_t experts_on;         /* an m3_experts_on */
+  bool placed;                /* host_experts of all layers are final */
   bool reads;                 /* weights into memory of the process: M3_LOAD_READ */
   struct m3_loading *loading; /* see weights.h */
   uint64_t bindings;          /* how often data was bound to or taken from a weight */

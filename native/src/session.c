@@ -5,11 +5,11 @@
 #include <string.h>
 
 #include "importance.h"
+#include "placement.h"
 #include "quant/traits.h"
 #include "threads.h"
 #include "weights.h"
 
-#define DEFAULT_CHUNK 512
 #define MAX_CHUNK 65536
 
 /* ---------------------------------------------------------------------------------------------- options */
@@ -29,7 +29,7 @@ static m3_status check_cache_type(int32_t type, int64_t width, const char *optio
   return M3_OK;
 }
 
-static m3_status check_range(const char *option, int64_t value, int64_t low, int64_t high, m3_error *err) {
+m3_status m3_check_range(const char *option, int64_t value, int64_t low, int64_t high, m3_error *err) {
   if (value >= low && value <= high) return M3_OK;
   return m3_fail(err, M3_ERROR_ARGUMENT, "%s is %" PRId64 ", expected %" PRId64 " to %" PRId64, option, value, low,
                  high);
@@ -45,31 +45,37 @@ static m3_status complete_options(const m3_model *m, const m3_session_options *i
         in ? in->struct_size : 0, sizeof *in);
   *o = *in;
   if (o->sequences == 0) o->sequences = 1;
-  if (o->chunk == 0) o->chunk = DEFAULT_CHUNK;
+  if (o->chunk == 0) o->chunk = M3_DEFAULT_CHUNK;
   if (o->layer_count == 0) o->layer_count = m->hparams.n_layer - o->layer_first;
-  m3_status status = check_range("sequences", o->sequences, 1, M3_MAX_SEQUENCES, err);
-  if (!status) status = check_range("context", o->context, 1, M3_MAX_CONTEXT, err);
+  m3_status status = m3_check_range("sequences", o->sequences, 1, M3_MAX_SEQUENCES, err);
+  if (!status) status = m3_check_range("context", o->context, 1, M3_MAX_CONTEXT, err);
   if (!status) status = m3_resolve_threads(o->n_threads, &o->n_threads, err);
-  if (!status) status = check_range("chunk", o->chunk, 1, MAX_CHUNK, err);
-  if (!status) status = check_range("attention", o->attention, M3_ATTENTION_SPARSE, M3_ATTENTION_DENSE, err);
-  if (!status) status = check_range("layer_first", o->layer_first, 0, m->hparams.n_layer, err);
+  if (!status) status = m3_check_range("chunk", o->chunk, 1, MAX_CHUNK, err);
+  if (!status) status = m3_check_range("attention", o->attention, M3_ATTENTION_SPARSE, M3_ATTENTION_DENSE, err);
+  if (!status) status = m3_check_range("layer_first", o->layer_first, 0, m->hparams.n_layer, err);
   int32_t left = m->hparams.n_layer - o->layer_first;
-  if (!status) status = check_range("layer_count", o->layer_count, left ? 1 : 0, left, err);
-  if (!status) status = check_range("record", o->record, 0, 2 * M3_RECORD_MASS - 1, err);
+  if (!status) status = m3_check_range("layer_count", o->layer_count, left ? 1 : 0, left, err);
+  if (!status) status = m3_check_range("record", o->record, 0, 2 * M3_RECORD_MASS - 1, err);
   if (!status && !left && o->record)
     status = m3_fail(err, M3_ERROR_ARGUMENT, "record is %u, but a window at layer %d has no layer to record", o->record,
                      (int)o->layer_first);
   if (!status && o->record & M3_RECORD_IMPORTANCE && !m->backend->head_input)
     status = m3_fail(err, M3_ERROR_UNSUPPORTED, "backend %s does not record importance; cpu does", m->backend->name);
-  if (!status) status = check_range("index_scan", o->index_scan, M3_INDEX_SCAN_AUTO, M3_INDEX_SCAN_LOW_BIT, err);
+  if (!status) status = m3_check_range("index_scan", o->index_scan, M3_INDEX_SCAN_AUTO, M3_INDEX_SCAN_LOW_BIT, err);
   if (!status && o->index_scan == M3_INDEX_SCAN_LOW_BIT && !m->backend->low_bit_page_bytes)
     status = m3_fail(err, M3_ERROR_UNSUPPORTED, "index_scan low_bit: backend %s has no low-bit index keys; cpu has",
                      m->backend->name);
-  if (!status) status = check_range("flags", o->flags, 0, 2 * M3_SESSION_EXACT - 1, err);
+  if (!status) status = m3_check_range("flags", o->flags, 0, 2 * M3_SESSION_EXACT - 1, err);
   if (!status) status = check_cache_type(o->kv_type, m->hparams.head_dim, "kv_type", err);
   if (!status) status = check_cache_type(o->index_type, m->hparams.index_dim, "index_type", err);
+  if (status) return status;
+  uint64_t most = m3_cache_most_pages(&m->hparams, o->context, o->sequences);
+  if (o->pages) status = m3_check_range("pages", o->pages, 1, (int64_t)most, err);
+  if (status) return status;
   /* A chunk longer than everything the session can hold would only cost memory. */
-  if (!status && o->chunk > o->context * o->sequences) o->chunk = (int32_t)(o->context * o->sequences);
+  int64_t held = o->context * o->sequences;
+  if (o->pages && o->pages * m->hparams.block_size < held) held = o->pages * m->hparams.block_size;
+  if (o->chunk > held) o->chunk = (int32_t)held;
   return status;
 }
 
@@ -87,6 +93,7 @@ static m3_cache_options cache_options(const m3_model *m, const m3_session_option
       .backend = m->backend,
       .sequences = o->sequences,
       .context = o->context,
+      .pages = o->pages,
       .kv_type = o->kv_type,
       .index_type = o->index_type,
       .layer_first = o->layer_first,
@@ -266,11 +273,14 @@ m3_status m3_session_open(m3_model *m, const m3_session_options *options, m3_ses
   s->block_scores = calloc(records, sizeof *s->block_scores);
   s->masses = calloc(records, sizeof *s->masses);
   if (!s->blocks || !s->block_scores || !s->masses) status = m3_fail_memory(err, records * 24, "a session");
+  if (!status) status = m3_model_place(m, &o, err);
   if (!status) status = check_fits(m, &o, err);
   if (!status) status = m3_model_load(m, o.layer_first, o.layer_count, err);
   m3_state_params state = state_params(m, &o);
   if (!status) status = m->backend->open(&state, &s->state, err);
   if (!status) status = alloc_buffers(s, err);
+  if (!status && m3_any_on_host(m, o.layer_first, o.layer_count))
+    status = m3_host_experts_open(m, &o, s->state, &s->host_experts, err);
   if (!status && s->inputs) m3_importance_lay_out(&m->hparams, o.layer_first, o.layer_count, s->sums, s->inputs);
   m3_cache_options c = cache_options(m, &o);
   c.state = s->state;
@@ -299,6 +309,7 @@ void m3_session_close(m3_session *s) {
   free(s->masses);
   m3_cache_close(&s->cache);
   free_buffers(s);
+  m3_host_experts_close(s->host_experts);
   s->model->backend->close(s->state);
   free(s);
 }
@@ -349,7 +360,7 @@ static m3_status check_input(const m3_session *s, const m3_batch *b, m3_error *e
 
 static m3_status check_output(const m3_session *s, const m3_batch *b, m3_error *err) {
   const m3_hparams *h = &s->model->hparams;
-  m3_status status = check_range("output", b->output, M3_OUTPUT_LAST, M3_OUTPUT_HIDDEN, err);
+  m3_status status = m3_check_range("output", b->output, M3_OUTPUT_LAST, M3_OUTPUT_HIDDEN, err);
   if (status) return status;
   if (b->output != M3_OUTPUT_HIDDEN && s->options.layer_first + s->options.layer_count != h->n_layer)
     return m3_fail(err, M3_ERROR_ARGUMENT, "logits need a window that ends with layer %d, it ends with %d",
@@ -476,8 +487,7 @@ m3_status m3_session_eval(m3_session *s, const m3_batch *b, m3_error *err) {
   atomic_store(&s->total, b->n_tokens * s->options.layer_count);
   status = open_records(s, b, err);
   copy_sums(s, s->sums_before, s->sums);
-  for (int32_t i = 0; i < b->n_spans && !status; i++)
-    status = m3_cache_reserve(&s->cache, b->spans[i].seq, b->spans[i].n, err);
+  if (!status) status = m3_cache_reserve(&s->cache, b->spans, b->n_spans, err);
   if (!status) status = run_chunks(s, b, err);
   for (int32_t i = 0; i < b->n_spans; i++) {
     int32_t seq = b->spans[i].seq;
@@ -501,33 +511,6 @@ void m3_session_progress(const m3_session *s, int64_t *done, int64_t *total) {
   m3_session *mutable = (m3_session *)(uintptr_t)s;
   *done = atomic_load(&mutable->done);
   *total = atomic_load(&mutable->total);
-}
-
-/* ---------------------------------------------------------------------------------------------- sequences */
-
-static m3_status check_seq(const m3_session *s, int32_t seq, m3_error *err) {
-  if (seq >= 0 && seq < s->options.sequences) return M3_OK;
-  return m3_fail(err, M3_ERROR_ARGUMENT, "sequence %d, expected 0 to %d", (int)seq, (int)s->options.sequences - 1);
-}
-
-int64_t m3_session_length(const m3_session *s, int32_t seq) {
-  return check_seq(s, seq, NULL) ? -1 : s->cache.sequences[seq].length;
-}
-
-m3_status m3_session_rewind(m3_session *s, int32_t seq, int64_t length, m3_error *err) {
-  m3_status status = check_seq(s, seq, err);
-  if (!status) status = check_range("length", length, 0, s->cache.sequences[seq].length, err);
-  if (!status) m3_cache_set_length(&s->cache, seq, length);
-  return status;
-}
-
-m3_status m3_session_fork(m3_session *s, int32_t src, int32_t dst, m3_error *err) {
-  m3_status status = check_seq(s, src, err);
-  if (!status) status = check_seq(s, dst, err);
-  if (!status && src == dst)
-    status = m3_fail(err, M3_ERROR_ARGUMENT, "sequence %d cannot be forked onto itself", (int)src);
-  if (!status) m3_cache_fork(&s->cache, src, dst);
-  return status;
 }
 
 /* ---------------------------------------------------------------------------------------------- taps */
@@ -578,9 +561,4 @@ int64_t m3_session_n_blocks(const m3_session *s) { return s->last_rows ? s->last
 void m3_session_scan(const m3_session *s, int64_t *bounded, int64_t *rescored) {
   *bounded = s->scratch.blocks_bounded;
   *rescored = s->scratch.blocks_rescored;
-}
-
-void m3_session_pages(const m3_session *s, int64_t *used, int64_t *total) {
-  *used = s->cache.n_pages - s->cache.n_free;
-  *total = s->cache.n_pages;
 }

@@ -6,6 +6,7 @@
 
 #include "backend.h"
 #include "cache.h"
+#include "host_experts.h"
 #include "model.h"
 
 struct m3_session {
@@ -34,14 +35,22 @@ struct m3_session {
   m3_input_sums *inputs; /* [layer_count][M3_INPUTS] places in sums; NULL when importance is not recorded */
   atomic_bool cancel;
   atomic_llong done, total;
+  /* NULL: none of the window's experts are on the CPU beside a device. */
+  m3_host_experts *host_experts;
 };
 
 /* Tokens of a sequence from which the low-bit scan pays, as measured by tests/bench/msa.c; by itself
  * (M3_INDEX_SCAN_AUTO) it is used from there on. */
 #define M3_LOW_BIT_TOKENS 16384
 
+/* Rows evaluated together where nobody asks for another number. */
+#define M3_DEFAULT_CHUNK 512
+
 /* Rows whose logits are computed together: bounds the logits buffer for a large vocabulary. */
 #define M3_LOGIT_ROWS 32
+
+/* M3_ERROR_ARGUMENT unless low <= value <= high. */
+m3_status m3_check_range(const char *option, int64_t value, int64_t low, int64_t high, m3_error *err);
 
 /* Runs the layers over one chunk: rows [first, first + n) of the batch, whose places are in row_seq and row_pos, with
  * their pages reserved. Writes out as the batch asks. */

@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#include "placement.h"
 #include "weight_copy.h"
 
 /* Bytes that are copied between two looks at the cancellation. */
@@ -29,6 +30,9 @@ void m3_loading_close(m3_loading *l) {
   free(l);
 }
 
+void m3_loading_lock(m3_loading *l) { pthread_mutex_lock(&l->lock); }
+void m3_loading_unlock(m3_loading *l) { pthread_mutex_unlock(&l->lock); }
+
 /* The i-th weight that a session of the layers needs, NULL behind the last. Embeddings, the layers in order, output
  * norm and head. */
 static const m3_weight *weight_of(const m3_model *m, int32_t first, int32_t count, int64_t i) {
@@ -39,14 +43,16 @@ static const m3_weight *weight_of(const m3_model *m, int32_t first, int32_t coun
   return &m->outer[i == 0 ? M3_OUTPUT_NORM : M3_OUTPUT_HEAD];
 }
 
-static bool must_load(const m3_weight *w) { return w->tensor && w->data && !w->device && !w->copy; }
+static bool must_load(const m3_model *m, const m3_weight *w) {
+  return w->tensor && w->data && !w->device && !w->copy && !m3_stays_on_host(m, w);
+}
 
 uint64_t m3_weights_to_load(const m3_model *m, int32_t first, int32_t count) {
   uint64_t bytes = 0;
   if (!m->backend->weight_load && !m->reads) return 0;
   const m3_weight *w;
   for (int64_t i = 0; (w = weight_of(m, first, count, i)); i++)
-    if (must_load(w)) bytes += w->tensor->n_bytes;
+    if (must_load(m, w)) bytes += w->tensor->n_bytes;
   return bytes;
 }
 
@@ -79,13 +85,13 @@ static m3_status load_weight(m3_model *m, m3_weight *w, m3_error *err) {
 static m3_status read_weights(m3_model *m, int32_t first, int32_t count, m3_error *err) {
   const m3_weight *w;
   int64_t n = 0;
-  for (int64_t i = 0; (w = weight_of(m, first, count, i)); i++) n += must_load(w);
+  for (int64_t i = 0; (w = weight_of(m, first, count, i)); i++) n += must_load(m, w);
   if (!n) return M3_OK;
   m3_weight **list = calloc((size_t)n, sizeof *list);
   if (!list) return m3_fail_memory(err, (uint64_t)n * sizeof *list, "a list of weights");
   n = 0;
   for (int64_t i = 0; (w = weight_of(m, first, count, i)); i++)
-    if (must_load(w)) list[n++] = (m3_weight *)(uintptr_t)w;
+    if (must_load(m, w)) list[n++] = (m3_weight *)(uintptr_t)w;
   m3_status status = m3_copy_weights(m, list, n, &m->loading->done, &m->loading->cancel, err);
   free(list);
   return status;
@@ -110,7 +116,8 @@ m3_status m3_model_load(m3_model *m, int32_t first, int32_t count, m3_error *err
   if (!count) count = n_layer - first;
   m3_loading *l = m->loading;
   m3_status status = M3_OK;
-  pthread_mutex_lock(&l->lock);
+  m3_loading_lock(l);
+  m3_placement_settle(m);
   atomic_store(&l->cancel, false);
   atomic_store(&l->done, 0);
   uint64_t total = m3_weights_to_load(m, first, count);
@@ -118,8 +125,8 @@ m3_status m3_model_load(m3_model *m, int32_t first, int32_t count, m3_error *err
   status = m->reads ? read_weights(m, first, count, err) : check_room(m, total, err);
   const m3_weight *w;
   for (int64_t i = 0; !m->reads && !status && (w = weight_of(m, first, count, i)); i++)
-    if (must_load(w)) status = load_weight(m, (m3_weight *)(uintptr_t)w, err);
-  pthread_mutex_unlock(&l->lock);
+    if (must_load(m, w)) status = load_weight(m, (m3_weight *)(uintptr_t)w, err);
+  m3_loading_unlock(l);
   return status;
 }
 
@@ -131,7 +138,7 @@ void m3_model_load_progress(const m3_model *m, uint64_t *done, uint64_t *total) 
 }
 
 m3_status m3_weight_bound(const m3_model *m, m3_weight *w, int32_t expert, m3_error *err) {
-  if (!m->backend->weight_load) return M3_OK;
+  if (!m->backend->weight_load || m3_stays_on_host(m, w)) return M3_OK;
   m3_status status = w->device ? M3_OK : alloc_weight(m, w, &w->device, err);
   if (status) return status;
   if (expert < 0) return m->backend->weight_load(w->device, w->data, w->tensor->n_bytes, err);

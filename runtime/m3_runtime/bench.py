@@ -11,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from m3_runtime import memory
-from m3_runtime.engine import Memory, Model, Session, SessionOptions
+from m3_runtime.engine import Model, Session, SessionOptions
 from m3_runtime.errors import InputError
 from m3_runtime.native import default_threads, version
+from m3_runtime.placement import Plan
 
 #: Called with what is being done ("prefill at 4096"), and with steps done and in all (see `Session.eval`).
 Progress = Callable[[str, int, int], None]
@@ -42,6 +43,7 @@ class BenchOptions:
     chunk: int  #: as in `SessionOptions`
     seed: int  #: of the token ids
     mmap: bool  #: as for `Model`
+    experts_on: str  #: as for `Model`
 
 
 @dataclass(frozen=True)
@@ -106,9 +108,9 @@ class Bench:
             "threads": options.threads,
             "chunk": options.chunk,
         }
-        self.plan: Memory = model.memory(**self._session_options)
-        room = memory.session_room(0 if options.mmap else model.weight_bytes)
-        memory.check_session_fits(self.plan.total, context, room)
+        self.plan: Plan = model.plan(**self._session_options)
+        self.plan.check(context, memory.session_room(0 if options.mmap else model.weight_bytes))
+        model.place(**self._session_options)
         # Any ids do: the work depends on how many tokens there are. Random ones choose other experts each.
         self._ids: npt.NDArray[np.int32] = np.random.default_rng(options.seed).integers(
             0, model.hparams.n_vocab, context, dtype=np.int32
@@ -195,5 +197,6 @@ class Bench:
                 "scratch_bytes": self.plan.scratch_bytes,
                 "peak_rss_bytes": memory.peak_resident_bytes(),
             },
+            "plan": self.plan.as_json(),
             "measurements": [m.as_json() for m in measurements],
         }

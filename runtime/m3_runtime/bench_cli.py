@@ -10,7 +10,19 @@ import typer
 
 from m3_runtime.command import guarded, new_app, run
 from m3_runtime.errors import InputError
-from m3_runtime.options import Attention, Device, Exact, IndexScan, IndexType, Isa, KvType, NoMmap, Threads, Version
+from m3_runtime.options import (
+    Attention,
+    Device,
+    Exact,
+    ExpertsOn,
+    IndexScan,
+    IndexType,
+    Isa,
+    KvType,
+    NoMmap,
+    Threads,
+    Version,
+)
 
 NAME = "m3-bench"
 
@@ -48,6 +60,7 @@ def bench_command(
     ] = 32,
     repeats: Annotated[int, typer.Option("--repeats", metavar="N", min=1, help="Measured runs of each.")] = 5,
     device: Device = "auto",
+    experts_on: ExpertsOn = "auto",
     threads: Threads = 0,
     attention: Attention = "sparse",
     kv_type: KvType = "f16",
@@ -69,6 +82,7 @@ def bench_command(
     from m3_runtime import memory
     from m3_runtime.bench import Bench, BenchOptions, Measurement
     from m3_runtime.engine import Model
+    from m3_runtime.file_identity import unchanged_files
 
     options = BenchOptions(
         model=model,
@@ -87,10 +101,16 @@ def bench_command(
         chunk=chunk,
         seed=seed,
         mmap=not no_mmap,
+        experts_on=experts_on,
     )
     memory.check_file_maps(model)
     start = time.perf_counter()
-    with Model(model, device=options.device, isa=options.isa, mmap=options.mmap) as opened:
+    with (
+        Model(
+            model, device=options.device, isa=options.isa, mmap=options.mmap, experts_on=options.experts_on
+        ) as opened,
+        unchanged_files(opened.gguf.files),
+    ):
         bench = Bench(options, opened)
         progress = _Progress()
         opened.load(progress=lambda done, total: progress("load", done, total))

@@ -8,9 +8,22 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from m3_runtime.choices import OnFull
 from m3_runtime.command import guarded, new_app, run
 from m3_runtime.errors import InputError
-from m3_runtime.options import Attention, Device, Exact, IndexScan, IndexType, Isa, KvType, NoMmap, Threads, Version
+from m3_runtime.options import (
+    Attention,
+    Device,
+    Exact,
+    ExpertsOn,
+    IndexScan,
+    IndexType,
+    Isa,
+    KvType,
+    NoMmap,
+    Threads,
+    Version,
+)
 from m3_runtime.text import invalid_utf8
 
 NAME = "m3-run"
@@ -73,9 +86,22 @@ def run_command(
         ),
     ] = None,
     device: Device = "auto",
+    experts_on: ExpertsOn = "auto",
+    plan: Annotated[
+        bool,
+        typer.Option(
+            "--plan",
+            "--dry-run",
+            help="Print what the run would take of each device, weights, experts and session, and end without loading "
+            "anything. Exit code 4 if it does not fit.",
+        ),
+    ] = False,
     threads: Threads = 0,
     as_json: Annotated[
-        bool, typer.Option("--json", help="With -p or -f: print one JSON object with answer, timings and memory.")
+        bool,
+        typer.Option(
+            "--json", help="With -p, -f or --plan: print one JSON object with answer, timings and memory, or the plan."
+        ),
     ] = False,
     system: Annotated[
         str | None, typer.Option("--system", metavar="TEXT", help="System message in front of the conversation.")
@@ -90,6 +116,27 @@ def run_command(
             help="Think before every answer, never, or when the model sees fit. Without it the chat template decides.",
         ),
     ] = None,
+    on_full: Annotated[
+        OnFull,
+        typer.Option(
+            "--on-full",
+            help="When the context is full: stop ends the answer and refuses messages that do not fit; shift drops the "
+            "oldest whole blocks behind the system message, and says so.",
+        ),
+    ] = OnFull.STOP,
+    keep: Annotated[
+        int | None,
+        typer.Option(
+            "--keep",
+            metavar="N",
+            min=0,
+            help="With --on-full shift: never drop the first N tokens, rounded up to whole blocks. The system message "
+            "is kept in any case.",
+        ),
+    ] = None,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="In the chat on a terminal: show answers as they are, not as Markdown.")
+    ] = False,
     temperature: Annotated[
         float | None,
         typer.Option(
@@ -153,10 +200,14 @@ def run_command(
     }
     text = _prompt_text(prompt, file, raw)
     if text is None:
-        _refuse("needs a prompt: -p or -f", {"--json": as_json, "--raw": raw})
+        _refuse("needs a prompt: -p or -f", {"--json": as_json and not plan, "--raw": raw})
     if raw:
         needs = "needs the chat template, which --raw leaves out"
         _refuse(needs, {"--system": system is not None, "--thinking": thinking is not None})
+    if on_full is OnFull.STOP:
+        _refuse("needs --on-full shift", {"--keep": keep is not None})
+    if text is not None:
+        _refuse("is for the chat, without -p and -f", {"--plain": plain})
     if require_sparse and attention == "dense":
         raise InputError("--require-sparse: the run would be dense, because of --attention dense")
     # Here, so that an engine that cannot be loaded is an error of the command like any other.
@@ -174,6 +225,9 @@ def run_command(
         system=system,
         raw=raw,
         thinking=thinking and thinking.value,
+        on_full=on_full,
+        keep=keep or 0,
+        plain=plain,
         sampling={name: value for name, value in sampling.items() if value is not None},
         seed=seed,
         attention=attention,
@@ -183,6 +237,8 @@ def run_command(
         index_scan=index_scan,
         exact=exact,
         mmap=not no_mmap,
+        experts_on=experts_on,
+        plan_only=plan,
     )
     return run_model(options)
 
@@ -195,6 +251,8 @@ def _prompt_text(prompt: str | None, file: str | None, raw: bool) -> str | None:
         return _not_empty(_decode(os.fsencode(prompt), "-p"), "-p")
     if file is None:
         return None
+    if not file:
+        raise InputError("-f is empty, expected the name of a file, or - for standard input")
     try:
         data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
     except OSError as error:

@@ -10,11 +10,12 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Annotated, Any, NoReturn, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 
-from m3_runtime.errors import ExitCode, M3Error, MachineError
+from m3_runtime.errors import ExitCode, InputError, M3Error, MachineError
 
 # What the machine, not the user, is to blame for.
 _NO_ROOM = frozenset(
@@ -55,9 +56,47 @@ def abandon_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+class _Command(TyperCommand):
+    """A command that looks at its process before its function runs."""
+
+    def invoke(self, ctx: Any) -> Any:
+        if ctx.params.get("as_json") and isinstance(sys.stdout, _Nowhere):
+            raise InputError("--json: standard output is closed")
+        # Here, so that an engine that cannot be loaded is an error of the command like any other.
+        from m3_runtime.native import end_on_bus_error
+
+        end_on_bus_error(str(ctx.info_name))
+        return super().invoke(ctx)
+
+
+class _App(typer.Typer):
+    """An application whose commands refuse empty names of files."""
+
+    def command(self, *arguments: Any, **more: Any) -> Callable[[Command], Command]:
+        register = super().command(*arguments, **{"cls": _Command, **more})
+
+        def look_and_register(function: Command) -> Command:
+            for hint in get_type_hints(function, include_extras=True).values():
+                kind, *about = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+                if kind in (Path, Path | None):
+                    for option in about:
+                        option.parser = _path
+            return register(function)
+
+        return look_and_register
+
+
+def _path(text: str) -> Path:
+    """Python takes an empty path for the folder that one is in: a variable of a script that was not set."""
+    if not text:
+        raise typer.BadParameter("it is empty, expected the name of a file or folder")
+    return Path(text)
+
+
 def new_app() -> typer.Typer:
-    """An application without boxes, completion options or rich tracebacks."""
-    return typer.Typer(
+    """An application without boxes, completion options or rich tracebacks. Its commands refuse empty names of files,
+    and end with a line if a file that they have mapped is shortened."""
+    return _App(
         add_completion=False,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
@@ -94,13 +133,19 @@ class _ForPeople(io.FileIO):
             return memoryview(data).nbytes
 
 
+class _Nowhere(io.TextIOWrapper):
+    """A stream in place of one that was closed."""
+
+
 def _prepare_streams() -> None:
     """A closed stream becomes /dev/null, and a character that the terminal's encoding lacks ends no command."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             # The lowest free descriptor is the closed one. Left free, the next file to be opened would take its place.
             os.open(os.devnull, os.O_RDWR)
-            setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8", closefd=False))
+            raw = io.FileIO(number, "w" if number else "r", closefd=False)
+            buffer = io.BufferedWriter(raw) if number else io.BufferedReader(raw)
+            setattr(sys, name, _Nowhere(buffer, encoding="utf-8"))
     stderr = sys.__stderr__
     if stderr is not None and stderr is sys.stderr:  # not one that a test looks at
         raw = _ForPeople(stderr.fileno(), "w", closefd=False)
@@ -121,8 +166,8 @@ def _end_on_signals() -> None:
             signal.signal(number, end)
 
 
-def _complain(name: str, text: str) -> None:
-    """The last line of a command."""
+def tell(name: str, text: str) -> None:
+    """A line for people, of the command `name`."""
     print(f"{name}: {one_line(text)}", file=sys.stderr, flush=True)
 
 
@@ -144,7 +189,7 @@ def _exit_code(call: Callable[[], Any], name: str) -> int:
 
 
 def _interrupted(name: str) -> int:
-    _complain(name, "interrupted")
+    tell(name, "interrupted")
     return ExitCode.INTERRUPTED
 
 
@@ -156,19 +201,19 @@ def _report(name: str, error: Exception) -> int:
         return _interrupted(name)
     format_message = getattr(error, "format_message", None)
     if callable(format_message):
-        _complain(name, f"{format_message()} (see {name} --help)")
+        tell(name, f"{format_message()} (see {name} --help)")
         return ExitCode.BAD_INPUT
     if isinstance(error, M3Error):
-        _complain(name, str(error))
+        tell(name, str(error))
         return error.exit_code
     if isinstance(error, MemoryError):
-        _complain(name, "not enough memory")
+        tell(name, "not enough memory")
         return ExitCode.MACHINE
     if isinstance(error, OSError) and error.errno is not None:
         what = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
-        _complain(name, f"{what}{error.strerror}")
+        tell(name, f"{what}{error.strerror}")
         return ExitCode.MACHINE if error.errno in _NO_ROOM else ExitCode.BAD_INPUT
     place = traceback.extract_tb(error.__traceback__)[-1]
     where = f"{Path(place.filename).name}:{place.lineno}"
-    _complain(name, f"internal error, please report: {type(error).__name__}: {error} ({where})")
+    tell(name, f"internal error, please report: {type(error).__name__}: {error} ({where})")
     return ExitCode.BUG

@@ -12,20 +12,23 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import cached_property
 from types import TracebackType
 from typing import Any, Literal, Self, TypeAlias, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from m3_runtime.choices import ATTENTIONS, DEVICES, INDEX_SCANS, ISAS, chosen
+from m3_runtime.choices import ATTENTIONS, DEVICES, EXPERTS_ON, INDEX_SCANS, ISAS, chosen
 from m3_runtime.errors import CancelledError, InputError, MachineError
 from m3_runtime.gguf_reader import GGUF, Tensor
 from m3_runtime.interrupts import HeldSignals, hold_signals
+from m3_runtime.model_digest import model_digest
 from m3_runtime.native import call, ffi, lib, size_of, text
+from m3_runtime.placement import Plan
 from m3_runtime.quantize import TensorType, type_name
 
-__all__ = ["GGUF", "Hparams", "Memory", "Model", "Session", "SessionOptions", "Tensor"]
+__all__ = ["GGUF", "Hparams", "Memory", "Model", "Plan", "Session", "SessionOptions", "Tensor"]
 
 Floats: TypeAlias = NDArray[np.float32]
 Progress: TypeAlias = Callable[[int, int], None]  #: called with row-layers done and in all
@@ -37,6 +40,7 @@ def _numbers(names: Sequence[str], kind: str) -> dict[str, int]:
 
 
 _DEVICES = _numbers(DEVICES, "DEVICE")
+_EXPERTS_ON = _numbers(EXPERTS_ON, "EXPERTS")
 _ISAS = _numbers(ISAS, "ISA")
 _ATTENTION = _numbers(ATTENTIONS, "ATTENTION")
 _INDEX_SCAN = _numbers(INDEX_SCANS, "INDEX_SCAN")
@@ -116,6 +120,7 @@ class SessionOptions(TypedDict, total=False):
     record: Sequence[str]  #: any of "blocks", "scores", "importance", "mass"
     poison: bool  #: fill fresh pages with NaN (for tests)
     page_seed: int  #: take pages in shuffled order (for tests)
+    pages: int  #: of the pool that the sequences share, 0 (default): enough for all to be full, which is the most
 
 
 def _session_options(options: SessionOptions) -> Any:
@@ -132,6 +137,7 @@ def _session_options(options: SessionOptions) -> Any:
         o.chunk = options.get("chunk", 0)
         o.layer_first, o.layer_count = first, count
         o.page_seed = options.get("page_seed", 0)
+        o.pages = options.get("pages", 0)
     except (OverflowError, TypeError) as error:
         raise InputError(f"a session option is not a number of its range: {error}") from None
     o.kv_type = TensorType.parse(options.get("kv_type", "f16"))
@@ -155,39 +161,49 @@ class Model:
 
     path: as for `GGUF`, mapped read-only. device: "cpu", "cuda", or "auto": the GPU if library, driver and machine have
     what it needs. isa: instruction set of the CPU kernels. mmap: the CPU uses the weights where the file is mapped; if
-    False, `load` or the first session reads them into memory. InputError names what is wrong with the file,
-    MachineError what a device lacks.
+    False, `load` or the first session reads them into memory. experts_on: where a model on a GPU computes its routed
+    experts: "gpu"; "cpu", from the mapped file; "auto": layer by layer on the GPU as far as `place` or the first
+    session finds room. InputError names what is wrong with the file, MachineError what a device lacks.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], *, device: str = "auto", isa: str = "auto", mmap: bool = True
+        self,
+        path: str | os.PathLike[str],
+        *,
+        device: str = "auto",
+        isa: str = "auto",
+        mmap: bool = True,
+        experts_on: str = "auto",
     ) -> None:
         out = ffi.new("m3_model **")
-        call(lib.m3_model_open, os.fsencode(path), self._options(device, isa, mmap), out)
+        call(lib.m3_model_open, os.fsencode(path), self._options(device, isa, experts_on, mmap), out)
         self.mmap = mmap
         self._take(out[0], os.fspath(path))
 
     @classmethod
-    def from_header(cls, header: bytes, name: str, *, device: str = "auto", isa: str = "auto") -> Self:
+    def from_header(
+        cls, header: bytes, name: str, *, device: str = "auto", isa: str = "auto", experts_on: str = "auto"
+    ) -> Self:
         """A model that knows shapes and types but has no data: `bind` gives it some, a layer at a time.
 
-        header: a GGUF header without tensor data. name: stands for the file in messages.
+        header: a GGUF header without tensor data. name: stands for the file in messages. experts_on: "auto" is "gpu".
         """
         self = cls.__new__(cls)
         self.mmap = True
         out = ffi.new("m3_model **")
-        options = cls._options(device, isa)
+        options = cls._options(device, isa, experts_on)
         call(lib.m3_model_open_header, header, len(header), os.fsencode(name), options, out)
         self._take(out[0], name)
         return self
 
     @staticmethod
-    def _options(device: str, isa: str, mmap: bool = True) -> Any:
+    def _options(device: str, isa: str, experts_on: str, mmap: bool = True) -> Any:
         options = ffi.new("m3_model_options *")
         options.struct_size = size_of("m3_model_options")
         options.device = _choose(_DEVICES, device, "device")
         options.isa = _choose(_ISAS, isa, "isa")
         options.load = _LOADS[mmap]
+        options.experts_on = _choose(_EXPERTS_ON, experts_on, "experts_on")
         return options
 
     def _take(self, pointer: Any, path: str) -> None:
@@ -209,6 +225,12 @@ class Model:
         self.backend_name = text(lib.m3_model_backend_name(pointer))  #: "cpu" or "cuda"
         self.device_name = text(lib.m3_model_device_name(pointer))  #: of the GPU, or the instruction set
         self.isa_name = text(lib.m3_model_isa_name(pointer))
+
+    @cached_property
+    def digest(self) -> str:
+        """Tells this model from others; see `model_digest`."""
+        self._open_pointer()
+        return model_digest(self.gguf)
 
     @property
     def weight_bytes(self) -> int:
@@ -263,6 +285,8 @@ class Model:
     def load(self, *, progress: Progress | None = None) -> None:
         """Brings the weights of all layers to the GPU, or without mmap to memory, as the first session would.
 
+        Experts that `place` left to the CPU stay in the file.
+
         progress: called with bytes brought and in all. Ctrl-C stops it. MachineError if they do not fit.
         """
         pointer = self._open_pointer()
@@ -292,6 +316,41 @@ class Model:
         out = ffi.new("m3_memory *")
         call(lib.m3_session_memory, self._open_pointer(), _session_options(options), out)
         return Memory(out.kv_bytes, out.index_bytes, out.scratch_bytes)
+
+    def plan(self, **options: Unpack[SessionOptions]) -> Plan:
+        """What a session with these options would need on each device, weights included."""
+        out = ffi.new("m3_plan *")
+        call(lib.m3_session_plan, self._open_pointer(), _session_options(options), out)
+        return Plan(
+            device=self.backend_name,
+            device_name=self.device_name,
+            weights_bytes=out.weight_bytes,
+            experts_bytes=out.expert_bytes,
+            cpu_experts_bytes=out.cpu_expert_bytes,
+            loaded_bytes=out.loaded_bytes,
+            kv_bytes=out.kv_bytes,
+            index_bytes=out.index_bytes,
+            scratch_bytes=out.scratch_bytes,
+            host_bytes=out.host_bytes,
+            pinned_bytes=out.pinned_bytes,
+            expert_layers=out.expert_layers,
+            cpu_expert_layers=out.cpu_expert_layers,
+            free_bytes=out.free_bytes if out.total_bytes else None,
+            total_bytes=out.total_bytes if out.total_bytes else None,
+            mapped=self.mmap,
+        )
+
+    def place(self, **options: Unpack[SessionOptions]) -> None:
+        """Decides where experts are computed as `plan` says for a session with these options, and for good.
+
+        The first session does it too; `load` without a session or a call of this brings all experts to the GPU.
+        """
+        call(lib.m3_model_place, self._open_pointer(), _session_options(options))
+
+    def experts_on(self, layer: int) -> str | None:
+        """Where the routed experts of a layer are computed: "gpu" or "cpu"; None if undecided or in a dense layer."""
+        number = lib.m3_model_experts_on(self._open_pointer(), layer)
+        return None if number == lib.M3_EXPERTS_AUTO else next(k for k, v in _EXPERTS_ON.items() if v == number)
 
     def msa(self, **options: Unpack[SessionOptions]) -> str:
         """Which kernels select blocks and attend in such a session on a GPU: "hopper", or what is plain and why.
@@ -342,6 +401,8 @@ class Session:
         self._pointer = out[0]
         self._model = model
         self._window_first = (options.get("layers") or (0, 0))[0]
+        self._shifted: dict[int, int] = {}
+        self.options: SessionOptions = options.copy()  #: what it was opened with
         self._rows = 0
         self._caller = threading.Lock()
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="m3-session")
@@ -428,7 +489,7 @@ class Session:
                 self._drain(future)
                 for seq, length in before:
                     if lib.m3_session_length(pointer, seq) > length:
-                        call(lib.m3_session_rewind, pointer, seq, length)
+                        self._rewind(length, seq)
                 raise
         self._rows = n
         return out
@@ -516,12 +577,80 @@ class Session:
     def rewind(self, length: int, seq: int = 0) -> None:
         """Keeps the first `length` tokens."""
         with self._exclusively():
-            call(lib.m3_session_rewind, self._open_pointer(), seq, length)
+            self._rewind(length, seq)
+
+    def _rewind(self, length: int, seq: int) -> None:
+        call(lib.m3_session_rewind, self._open_pointer(), seq, length)
+        if length <= self._shifted.get(seq, length):
+            self._shifted.pop(seq, None)
 
     def fork(self, src: int, dst: int) -> None:
         """Makes dst a copy of src that shares its pages until one of them writes."""
         with self._exclusively():
             call(lib.m3_session_fork, self._open_pointer(), src, dst)
+            self._shifted.pop(dst, None)
+            if src in self._shifted:
+                self._shifted[dst] = self._shifted[src]
+
+    def drop(self, first_block: int, n_blocks: int, seq: int = 0) -> None:
+        """Drops whole blocks and moves what stands behind them down, with its keys turned to the new positions.
+
+        What a shift gives and what it cannot give is said in m3.h. ContextError if the pool has too few pages to copy
+        shared ones to. See `shifted_from`.
+        """
+        with self._exclusively():
+            pointer = self._open_pointer()
+            block_size = self._model.hparams.block_size
+            # On the session's thread, whose OpenMP threads are there.
+            self._worker.submit(call, lib.m3_session_drop, pointer, seq, first_block, n_blocks).result()
+            first = first_block * block_size
+            if first < lib.m3_session_length(pointer, seq):
+                self._shifted[seq] = min(first, self._shifted.get(seq, first))
+            else:
+                self._rewind(first, seq)
+
+    def shifted_from(self, seq: int = 0) -> int | None:
+        """Position of the first token whose keys and values were computed when text that was dropped stood before it.
+
+        None if there is none: then the sequence is what an evaluation of its tokens gives. What is to be reused as the
+        prefix of another text ends before it.
+        """
+        self.length(seq)
+        return self._shifted.get(seq)
+
+    @property
+    def model(self) -> Model:
+        return self._model
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of an exported page; see m3_session_page_bytes."""
+        return int(lib.m3_session_page_bytes(self._open_pointer()))
+
+    def export_page(self, block: int, seq: int = 0, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
+        """The bytes of a block of a sequence, uint8 [page_bytes]; zeros where no token stands. Written to `out`."""
+        with self._exclusively():
+            pointer = self._open_pointer()
+            page = np.empty(self.page_bytes, np.uint8) if out is None else out
+            target = ffi.from_buffer(page, require_writable=True)
+            call(lib.m3_session_export, pointer, seq, block, target, ffi.sizeof(target))
+        return page
+
+    def import_page(self, page: NDArray[np.uint8], n_tokens: int, seq: int = 0) -> None:
+        """Appends the first n_tokens of an exported page to a sequence, whose length is a whole number of blocks.
+
+        The page comes from a session of the same model, types and layers, which nothing here checks. ContextError if
+        the sequence or the pool is full.
+        """
+        with self._exclusively():
+            source = ffi.from_buffer(page)
+            call(lib.m3_session_import, self._open_pointer(), seq, n_tokens, source, ffi.sizeof(source))
+
+    def mark_shifted(self, position: int, seq: int = 0) -> None:
+        """What `shifted_from` shall tell of a sequence whose pages were imported."""
+        if not 0 <= position < self.length(seq):
+            raise InputError(f"position {position} is not one of the {self.length(seq)} of sequence {seq}")
+        self._shifted[seq] = position
 
     def pages(self) -> tuple[int, int]:
         """Pages in use and in all."""

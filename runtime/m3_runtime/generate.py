@@ -2,32 +2,15 @@
 
 import time
 from collections import abc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
-from m3_runtime.errors import CancelledError, ContextError, InputError
+from m3_runtime.errors import CancelledError, InputError
+from m3_runtime.held_tokens import HeldTokens, Logits, Progress, Shift, TokenSession
 from m3_runtime.reply import MARKUP, Piece, Reply, ReplySplitter
 from m3_runtime.sampler import Sampler
 from m3_runtime.text import ChatTokenizer, TokenStream
-
-Progress = Callable[[int, int], None]  #: called with steps done and steps in all
-
-
-class TokenSession(Protocol):
-    """The part of `m3_runtime.engine.Session` that generation uses."""
-
-    def eval(
-        self, ids: npt.NDArray[np.int32], seq: int = 0, *, progress: Progress | None = None
-    ) -> npt.NDArray[np.float32]: ...
-
-    def length(self, seq: int = 0) -> int: ...
-
-    def rewind(self, length: int, seq: int = 0) -> None: ...
 
 
 class FinishReason(Enum):
@@ -65,6 +48,7 @@ class Prompt:
 
     ids: Sequence[int]
     thinking: bool = False  #: it ends inside the thinking, where the reply goes on
+    new: int | None = None  #: tokens at its end that must not be dropped to make room, None: all
 
 
 @dataclass
@@ -81,32 +65,43 @@ class Generator:
     """Answers prompts with one sequence of a session. The sequence belongs to the generator."""
 
     def __init__(
-        self, session: TokenSession, context: int, tokenizer: ChatTokenizer, sampler: Sampler, seq: int = 0
+        self,
+        session: TokenSession,
+        context: int,
+        tokenizer: ChatTokenizer,
+        sampler: Sampler,
+        seq: int = 0,
+        *,
+        shift: Shift | None = None,
     ) -> None:
-        """context: tokens that the sequence can hold."""
-        self.context = context
-        self._session = session
+        """context: tokens that the sequence can hold. shift: what to do when they are there; None stops."""
+        self.held = HeldTokens(session, context, seq, shift)
         self._tokenizer = tokenizer
         self._sampler = sampler
-        self._seq = seq
-        # What the sequence holds. Ids are noted before they are evaluated, so that an interruption at any point
-        # leaves a list whose first `length` entries are right.
-        self._held: list[int] = []
         self._markup = [id for name in MARKUP if (id := tokenizer.token_id(name)) is not None]
 
     @property
     def used(self) -> int:
         """Tokens that the sequence holds."""
-        return self._session.length(self._seq)
+        return self.held.used
+
+    @property
+    def context(self) -> int:
+        """Tokens that it can hold."""
+        return self.held.context
 
     def check_fits(self, prompt: Prompt) -> None:
         """Raises ContextError with used and limit if a prompt cannot be evaluated, InputError if it is empty."""
         if not prompt.ids:
             raise InputError("the prompt has no tokens, expected at least one")
-        if len(prompt.ids) > self.context:
-            raise ContextError(
-                f"context full: the prompt has {len(prompt.ids)} tokens, the context holds {self.context}"
-            )
+        self.held.check_fits(prompt.ids, _new(prompt))
+
+    def read(self, prompt: Prompt, progress: Progress | None = None) -> Timings:
+        """Evaluates a prompt ahead of what will follow it. Raises what `answer` raises, and KeyboardInterrupt."""
+        timings = Timings()
+        self.check_fits(prompt)
+        self._prefill(prompt, timings, progress)
+        return timings
 
     def answer(
         self,
@@ -117,6 +112,8 @@ class Generator:
         progress: Progress | None = None,
     ) -> abc.Generator[Piece, None, None]:
         """Evaluates a prompt and yields the pieces of the reply, each once and whole characters only.
+
+        What a full context does to prompt and reply is the policy's, see `HeldTokens`.
 
         prompt: the whole of it; a beginning that the session holds from before is not evaluated again. answer: filled
         while the pieces come, also when the caller stops early. max_tokens: at least 1; None: no limit but the context.
@@ -129,7 +126,7 @@ class Generator:
         splitter = ReplySplitter(thinking=prompt.thinking)
         stream = TokenStream(self._tokenizer, visible=self._markup)
         try:
-            logits = self._prefill(prompt.ids, answer.timings, progress)
+            logits = self._prefill(prompt, answer.timings, progress)
             for text in self._decode(logits, answer, max_tokens, stream):
                 for piece in splitter.push(text):
                     answer.reply.add(piece)
@@ -140,32 +137,19 @@ class Generator:
             answer.reply.add(piece)
             yield piece
 
-    def _prefill(self, ids: Sequence[int], timings: Timings, progress: Progress | None) -> npt.NDArray[np.float32]:
-        del self._held[self.used :]
-        common = 0
-        # The last id is always evaluated: its logits are what the reply starts from.
-        for held, wanted in zip(self._held, ids[:-1], strict=False):
-            if held != wanted:
-                break
-            common += 1
-        self._session.rewind(common, self._seq)
-        del self._held[common:]
-        timings.reused_tokens = common
-        rest = list(ids[common:])
+    def _prefill(self, prompt: Prompt, timings: Timings, progress: Progress | None) -> Logits:
         start = time.perf_counter()
-        logits = self._eval(rest, progress)
+        logits, timings.reused_tokens = self.held.evaluate(prompt.ids, _new(prompt), progress)
         timings.prefill_seconds = time.perf_counter() - start
-        timings.prefill_tokens = len(rest)
+        timings.prefill_tokens = self.used - timings.reused_tokens
         return logits
 
-    def _decode(
-        self, logits: npt.NDArray[np.float32], answer: Answer, max_tokens: int | None, stream: TokenStream
-    ) -> Iterator[str]:
+    def _decode(self, logits: Logits, answer: Answer, max_tokens: int | None, stream: TokenStream) -> Iterator[str]:
         """Text of the sampled tokens. Time in which the caller works with a piece is not counted."""
         timings = answer.timings
         while True:
             start = time.perf_counter()
-            id = self._sampler.sample(logits, self._held)
+            id = self._sampler.sample(logits, self.held.ids)
             answer.ids.append(id)
             timings.decode_seconds += time.perf_counter() - start
             if id in self._tokenizer.end_ids:
@@ -175,14 +159,14 @@ class Generator:
             if max_tokens is not None and len(answer.ids) >= max_tokens:
                 answer.finish = FinishReason.LENGTH
                 return
-            if self.used >= self.context:
+            if self.used >= self.context and not self.held.make_room():
                 answer.finish = FinishReason.CONTEXT
                 return
             start = time.perf_counter()
-            logits = self._eval([id])
+            logits = self.held.append(id)
             timings.decode_evals += 1
             timings.decode_seconds += time.perf_counter() - start
 
-    def _eval(self, ids: list[int], progress: Progress | None = None) -> npt.NDArray[np.float32]:
-        self._held.extend(ids)
-        return self._session.eval(np.array(ids, dtype=np.int32), self._seq, progress=progress)
+
+def _new(prompt: Prompt) -> int:
+    return len(prompt.ids) if prompt.new is None else prompt.new

@@ -108,15 +108,6 @@ def check_session_fits(n_bytes: int, context: int, room: int | None) -> None:
         )
 
 
-def check_weights_fit(n_bytes: int, device: str, free: int, total: int) -> None:
-    """Raises MachineError if weights of `n_bytes` are more than what is free on a GPU."""
-    if n_bytes > free:
-        raise MachineError(
-            f"not enough memory on {device}: the weights take {format_bytes(n_bytes)}, {format_bytes(free)} of "
-            f"{format_bytes(total)} are free"
-        )
-
-
 def default_context(trained: int, needed: int, session_bytes: Callable[[int], int], room: int | None) -> int:
     """The context of a run that does not name one, in tokens.
 

@@ -14,6 +14,7 @@ from cffi import FFI
 from m3_runtime.errors import (
     CancelledError,
     ContextError,
+    ExitCode,
     InputError,
     M3Error,
     MachineError,
@@ -97,6 +98,11 @@ def version() -> str:
 def interface_version() -> int:
     """M3_ABI_VERSION of the engine."""
     return int(lib.m3_abi_version())
+
+
+def end_on_bus_error(name: str) -> None:
+    """For commands: a mapped file that is shortened ends the process with a line; see m3_end_on_bus_error."""
+    call(lib.m3_end_on_bus_error, name.encode(), int(ExitCode.BAD_INPUT), int(ExitCode.MACHINE))
 
 
 def default_threads() -> int:

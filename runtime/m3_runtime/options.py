@@ -7,7 +7,7 @@ from typing import Annotated, TypeAlias
 
 import typer
 
-from m3_runtime.choices import ATTENTIONS, CACHE_TYPES, DEVICES, INDEX_SCANS, ISAS, chosen
+from m3_runtime.choices import ATTENTIONS, CACHE_TYPES, DEVICES, EXPERTS_ON, INDEX_SCANS, ISAS, chosen
 from m3_runtime.errors import InputError
 
 
@@ -50,6 +50,16 @@ Threads: TypeAlias = Annotated[
 ]
 Device: TypeAlias = Annotated[
     str, typer.Option("--device", metavar="|".join(DEVICES), callback=one_of(DEVICES), help="Where models run.")
+]
+ExpertsOn: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        "--experts-on",
+        metavar="|".join(EXPERTS_ON),
+        callback=one_of(EXPERTS_ON),
+        help="With a GPU: where the routed experts are computed, which are nearly all of the weights. cpu leaves them "
+        "in the file; auto takes as many layers of them to the GPU as its memory holds.",
+    ),
 ]
 Isa: TypeAlias = Annotated[
     str,

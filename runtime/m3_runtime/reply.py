@@ -5,14 +5,17 @@ The reply format of MiniMax-M3: `<mm:think>` reasoning `</mm:think>` text, and t
 whether the model wrote them as one token or letter by letter, nor where the stream is cut.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
+
+from m3_runtime.tool_call import INVOKE_END, NAMESPACE, TOOL_END, ToolCalls, read_tool_calls
 
 THINK = "<mm:think>"
 UNTHINK = "</mm:think>"
-NAMESPACE = "]<]minimax[>["  #: stands before every tag of a tool call
-TOOL_END = NAMESPACE + "</tool_call>"
+
+_TOOL_BEGIN = NAMESPACE + "<tool_call>"
 
 # Named tokens that are part of the reply format and therefore read as text, whatever type the file gives them.
 MARKUP = (THINK, UNTHINK, NAMESPACE, "<tool_call>", "</tool_call>")
@@ -54,6 +57,10 @@ class Reply:
         else:
             self.thinking, self.text, self.content = self.text, "", self.tools
 
+    def tool_calls(self, tools: Sequence[Mapping[str, Any]] | None = None) -> ToolCalls:
+        """The calls in it so far, typed by the JSON schemas of `tools`; those that are broken are told apart."""
+        return read_tool_calls(self.tools, tools)
+
 
 def opens_thinking(prompt: str) -> bool:
     """Whether a reply to this prompt starts inside the thinking: the template has already written the opening tag."""
@@ -68,13 +75,14 @@ class ReplySplitter:
     - A closing tag without an opening one (thinking switched off, or after a tool's result): what came before it
       was thinking. It has been given out as text by then, so RECLASSIFY says so. At the very start of a reply it
       just disappears.
-    - The namespace token starts a tool call wherever it stands, and only the call's closing tag ends it: its markup
-      never becomes text.
+    - The namespace token in front of a tag starts tool calls wherever it stands. `</tool_call>` ends them, or
+      `</invoke>` if no `<tool_call>` came first: their markup never becomes text. A namespace token with no tag
+      behind it disappears from the text (it is a TOOL piece) and changes nothing else.
     """
 
     thinking: bool = False  #: the stream starts inside the thinking
     _pending: str = field(default="", init=False)
-    _tool: bool = field(default=False, init=False)
+    _tool_ends: tuple[str, ...] = field(default=(), init=False)  #: what ends the tool calls that it is in
     _thought: bool = field(default=False, init=False)
     _text: bool = field(default=False, init=False)
 
@@ -83,33 +91,38 @@ class ReplySplitter:
         self._pending += text
         while found := self._first_tag():
             at, tag = found
-            yield from self._give(self._pending[:at])
-            self._pending = self._pending[at + len(tag) :]
-            yield from self._tags()[tag](tag)
+            yield from self._give(self._take(at))
+            if tag == NAMESPACE and len(self._pending) < len(_TOOL_BEGIN) and _TOOL_BEGIN.startswith(self._pending):
+                return
+            yield from self._at_tag(tag)
         held = max(
             (n for tag in self._tags() for n in range(1, len(tag)) if self._pending.endswith(tag[:n])), default=0
         )
-        ready, self._pending = self._pending[: len(self._pending) - held], self._pending[len(self._pending) - held :]
-        yield from self._give(ready)
+        yield from self._give(self._take(len(self._pending) - held))
 
     def finish(self) -> Iterator[Piece]:
         """What was held back: the reply ended inside something that only looked like a tag."""
-        ready, self._pending = self._pending, ""
-        yield from self._give(ready)
+        ready = self._take(len(self._pending))
+        if ready.startswith(NAMESPACE):
+            yield Piece(Kind.TOOL, ready)
+        else:
+            yield from self._give(ready)
+
+    def _take(self, n: int) -> str:
+        taken, self._pending = self._pending[:n], self._pending[n:]
+        return taken
 
     def _first_tag(self) -> tuple[int, str] | None:
         places = ((self._pending.find(tag), tag) for tag in self._tags())
         return min((place for place in places if place[0] >= 0), default=None)
 
-    def _tags(self) -> dict[str, Callable[[str], Iterator[Piece]]]:
-        if self._tool:
-            return {TOOL_END: self._end_tool}
-        return {THINK: self._begin_thinking, UNTHINK: self._end_thinking, NAMESPACE: self._begin_tool}
+    def _tags(self) -> tuple[str, ...]:
+        return self._tool_ends or (THINK, UNTHINK, NAMESPACE)
 
     def _give(self, text: str) -> Iterator[Piece]:
         if not text:
             return
-        if self._tool:
+        if self._tool_ends:
             yield Piece(Kind.TOOL, text)
         elif self.thinking:
             yield Piece(Kind.THINKING, text)
@@ -117,20 +130,28 @@ class ReplySplitter:
             self._text = True
             yield Piece(Kind.TEXT, text)
 
-    def _begin_thinking(self, tag: str) -> Iterator[Piece]:
-        self.thinking = True
-        yield from ()
+    def _at_tag(self, tag: str) -> Iterator[Piece]:
+        """Does what a tag at the start of what is pending asks for."""
+        if self._tool_ends:
+            yield from self._give(self._take(len(tag)))
+            self._tool_ends = ()
+        elif tag == NAMESPACE:
+            yield from self._begin_tool()
+        else:
+            self._take(len(tag))
+            if tag == UNTHINK:
+                if not self.thinking and not self._thought and self._text:
+                    yield Piece(Kind.RECLASSIFY, "")
+                self._thought = True
+            self.thinking = tag == THINK
 
-    def _end_thinking(self, tag: str) -> Iterator[Piece]:
-        if not self.thinking and not self._thought and self._text:
-            yield Piece(Kind.RECLASSIFY, "")
-        self.thinking, self._thought = False, True
-
-    def _begin_tool(self, tag: str) -> Iterator[Piece]:
+    def _begin_tool(self) -> Iterator[Piece]:
+        if self._pending.startswith(_TOOL_BEGIN):
+            self._tool_ends = (TOOL_END,)
+        elif self._pending.startswith(NAMESPACE + "<"):
+            self._tool_ends = (TOOL_END, INVOKE_END)  # the closing tag of either may be this one
+        else:
+            yield Piece(Kind.TOOL, self._take(len(NAMESPACE)))
+            return
         self._thought = self._thought or self.thinking
-        self.thinking, self._tool = False, True
-        yield Piece(Kind.TOOL, tag)
-
-    def _end_tool(self, tag: str) -> Iterator[Piece]:
-        self._tool = False
-        yield Piece(Kind.TOOL, tag)
+        self.thinking = False

@@ -9,17 +9,25 @@ from pathlib import Path
 from typing import Any
 
 from m3_runtime import memory
-from m3_runtime.chat import ChatFormat, ChatLoop, Conversation, PipeReader, TerminalReader, first_messages
+from m3_runtime.chat import ChatFormat, Conversation, first_messages
+from m3_runtime.chat_commands import FILE_NAMES, NAMES, ChatCommands
+from m3_runtime.chat_loop import ChatLoop
+from m3_runtime.choices import OnFull
 from m3_runtime.command import one_line
-from m3_runtime.engine import Memory, Model, SessionOptions
+from m3_runtime.engine import Model, Session, SessionOptions
 from m3_runtime.errors import ContextError, ExitCode, InputError
+from m3_runtime.file_identity import unchanged_files
 from m3_runtime.generate import Answer, FinishReason, Generator, Prompt
 from m3_runtime.gguf_reader import gguf_files
+from m3_runtime.held_tokens import Shift
+from m3_runtime.line_reader import EditingReader, new_reader
 from m3_runtime.native import default_threads, version
+from m3_runtime.placement import Plan
 from m3_runtime.quantities import format_bytes
 from m3_runtime.reply import opens_thinking
 from m3_runtime.sampler import Sampler, SamplerOptions, new_seed
-from m3_runtime.screen import LoadProgress, PrefillProgress, Screen
+from m3_runtime.saved_chat import ChatFiles
+from m3_runtime.screen import LoadProgress, MarkdownScreen, PrefillProgress, Screen, is_capable
 from m3_runtime.template import ChatTemplate
 from m3_runtime.text import ChatTokenizer
 
@@ -44,6 +52,9 @@ class RunOptions:
     system: str | None
     raw: bool
     thinking: str | None
+    on_full: OnFull
+    keep: int  #: tokens at the start that a shift leaves alone, at least
+    plain: bool  #: no Markdown
     sampling: dict[str, float]  #: fields of SamplerOptions that were given
     seed: int | None
     attention: str  #: "sparse" or "dense"
@@ -53,6 +64,8 @@ class RunOptions:
     index_scan: str
     exact: bool
     mmap: bool  #: as for `Model`
+    experts_on: str  #: as for `Model`
+    plan_only: bool  #: show the plan and do nothing else
 
 
 def run_model(options: RunOptions) -> ExitCode:
@@ -63,7 +76,12 @@ def run_model(options: RunOptions) -> ExitCode:
             f"{options.model}: is a folder; m3-run reads a GGUF file, which m3-convert makes of a checkpoint"
         )
     memory.check_file_maps(options.model)
-    with Model(options.model, device=options.device, isa=options.isa, mmap=options.mmap) as model:
+    with (
+        Model(
+            options.model, device=options.device, isa=options.isa, mmap=options.mmap, experts_on=options.experts_on
+        ) as model,
+        unchanged_files(model.gguf.files),
+    ):
         return Run(options, model, start).execute()
 
 
@@ -96,17 +114,36 @@ class Run:
             raise InputError("the prompt has no tokens, expected at least one")
         context = self._context(len(prompt.ids) if prompt else 0)
         session_options = self._session_options(context)
-        plan = self._model.memory(**session_options)
-        memory.check_session_fits(plan.total, context, self._room())
+        plan = self._model.plan(**session_options)
+        if self._options.plan_only:
+            return self._show_plan(context, plan)
+        plan.check(context, self._room())
         self._say_status(context, plan)
+        self._model.place(**session_options)
         self._load()
         unused = [*self._tokenizer.unused_ids(), *range(len(self._tokenizer), self._model.hparams.n_vocab)]
         sampler = Sampler(self._sampling, self._seed, banned=unused)
         with self._model.session(**session_options) as session:
-            generator = Generator(session, context, self._tokenizer, sampler)
+            generator = Generator(session, context, self._tokenizer, sampler, shift=self._shift(context))
             if prompt is None:
-                return self._chat(generator, context, plan)
+                return self._chat(session, generator, context, plan)
             return self._answer(generator, prompt, context, plan)
+
+    def _shift(self, context: int) -> Shift | None:
+        """The policy for a full context. Raises InputError if it could never drop anything."""
+        options, size = self._options, self._model.hparams.block_size
+        if options.on_full is OnFull.STOP:
+            return None
+        system = 0
+        if self._format is not None:
+            system = len(self._format.up_to_message(first_messages(options.system)))
+        shift = Shift(size, max(system, options.keep))
+        if shift.pinned_tokens + 2 * size > context:
+            raise InputError(
+                f"--on-full shift: {shift.pinned_tokens} tokens are pinned (system message {system}, --keep "
+                f"{options.keep}, blocks of {size}), expected at most {context - 2 * size} of the context's {context}"
+            )
+        return shift
 
     def _prompt(self, text: str) -> Prompt:
         if self._format is None:
@@ -129,15 +166,33 @@ class Run:
         def session_bytes(context: int) -> int:
             return self._model.memory(**self._session_options(context)).total
 
-        return memory.default_context(trained, needed, session_bytes, self._room())
+        return memory.default_context(trained, needed, session_bytes, self._session_room())
+
+    def _session_room(self) -> int | None:
+        """Bytes for a session: of the GPU what the weights leave, else of the machine. None if that is unknown.
+
+        Experts that may stay on the CPU take nothing from it.
+        """
+        least = self._model.plan(**self._session_options(1))
+        if least.free_bytes is None:
+            return self._room()
+        weights = least.weights_bytes + (least.experts_bytes if self._options.experts_on == "gpu" else 0)
+        return max(0, least.free_bytes - weights)
 
     def _room(self) -> int | None:
-        """Bytes for a session: of the GPU what the weights leave, else of the machine. None if that is unknown."""
-        device = self._model.device_memory()
-        if device is None:
-            return memory.session_room(0 if self._options.mmap else self._model.weight_bytes)
-        memory.check_weights_fit(self._model.weight_bytes, self._model.device_name, *device)
-        return device[0] - self._model.weight_bytes
+        """Bytes of the machine's memory that are left. None if that is unknown."""
+        return memory.session_room(0 if self._options.mmap else self._model.weight_bytes)
+
+    def _show_plan(self, context: int, plan: Plan) -> ExitCode:
+        """The plan as the result. MachineError behind it if it does not fit."""
+        if self._options.as_json:
+            report = {"file": self._model.path, "context": context, "device_name": self._model.device_name}
+            print(json.dumps(report | {"plan": plan.as_json()}, indent=2), flush=True)
+        else:
+            print("\n".join(plan.table()), flush=True)
+        plan.check(context, self._room())
+        self._say_status(context, plan, table=False)
+        return ExitCode.OK
 
     def _load(self) -> None:
         progress = LoadProgress(sys.stderr)
@@ -169,7 +224,7 @@ class Run:
             return "dense"
         return f"sparse (top {h.top_k} of blocks of {h.block_size})"
 
-    def _status(self, context: int, plan: Memory) -> str:
+    def _status(self, context: int, plan: Plan) -> str:
         options, size = self._options, format_bytes
         types = ", ".join(f"{name} {size(n_bytes)}" for name, n_bytes in self._model.bytes_by_type.items())
         return (
@@ -190,33 +245,47 @@ class Run:
         way = self._model.msa(**self._session_options(context))
         return f", msa {way}" if way else ""
 
-    def _say_status(self, context: int, plan: Memory) -> None:
+    def _say_status(self, context: int, plan: Plan, *, table: bool = True) -> None:
         options = self._options
         _say(self._status(context, plan))
+        for line in plan.table() if table else ():
+            print(f"m3-run: {line}", file=sys.stderr, flush=True)
         if options.attention == "dense":
             _say(DENSE_WARNING)
-        if self._model.backend_name != "cpu" or not options.mmap:
+        free = memory.available_memory()
+        if free is None or not options.mmap:
             return
-        free, needed = memory.available_memory(), self._model.weight_bytes + plan.total
-        if free is not None and needed > free:
+        if plan.free_bytes is None and plan.device_bytes > free:
             _say(
-                f"note: weights and session take {format_bytes(needed)}, {format_bytes(free)} are free: "
+                f"note: weights and session take {format_bytes(plan.device_bytes)}, {format_bytes(free)} are free: "
                 "weights will be read from the disk again and again"
+            )
+        elif plan.cpu_experts_bytes + plan.host_bytes > free:
+            _say(
+                f"note: experts on the CPU take {format_bytes(plan.cpu_experts_bytes + plan.host_bytes)}, "
+                f"{format_bytes(free)} are free: they will be read from the disk again and again"
             )
 
     # ------------------------------------------------------------------------------------------------ the work
 
-    def _chat(self, generator: Generator, context: int, plan: Memory) -> ExitCode:
+    def _chat(self, session: Session, generator: Generator, context: int, plan: Plan) -> ExitCode:
         assert self._format is not None
         options = self._options
-        conversation = Conversation(self._format, generator, system=options.system, max_tokens=options.max_tokens)
-        reader = TerminalReader(sys.stdout, sys.stderr) if sys.stdin.isatty() else PipeReader()
+        conversation = Conversation(
+            self._format, generator, system=options.system, max_tokens=options.max_tokens, keep=options.keep
+        )
+        reader = new_reader(sys.stdout, sys.stderr, NAMES, FILE_NAMES)
         if reader.interactive:
             _say("chat; /help lists the commands")
-        screen = Screen(sys.stdout, sys.stderr)
-        return ChatLoop(conversation, screen, reader, sys.stderr, self._status(context, plan)).run()
+        if isinstance(reader, EditingReader) and reader.warning:
+            _say(reader.warning)
+        markdown = is_capable(sys.stdout) and not options.plain
+        screen = (MarkdownScreen if markdown else Screen)(sys.stdout, sys.stderr)
+        files = ChatFiles(session, generator.held, sys.stderr)
+        commands = ChatCommands(conversation, screen, self._tokenizer, files, sys.stderr, self._status(context, plan))
+        return ChatLoop(conversation, screen, reader, commands, sys.stderr).run()
 
-    def _answer(self, generator: Generator, prompt: Prompt, context: int, plan: Memory) -> ExitCode:
+    def _answer(self, generator: Generator, prompt: Prompt, context: int, plan: Plan) -> ExitCode:
         answer = Answer()
         screen = None if self._options.as_json else Screen(sys.stdout, sys.stderr)
         progress = PrefillProgress(sys.stderr, len(prompt.ids))
@@ -234,24 +303,29 @@ class Run:
             if screen:
                 screen.end()
         if self._options.as_json:
-            print(json.dumps(self._report(answer, prompt, context, plan), indent=2))
+            report = self._report(answer, prompt, context, plan, len(generator.held.dropped))
+            print(json.dumps(report, indent=2))
         if answer.finish is FinishReason.INTERRUPTED:
             return ExitCode.INTERRUPTED
         if answer.finish is FinishReason.CONTEXT:
             _say(f"context full: {generator.used}/{context} tokens, the answer is cut")
+        if dropped := len(generator.held.dropped):
+            _say(f"context full: dropped {dropped} tokens behind the first {generator.held.pinned}")
         return ExitCode.OK
 
-    def _report(self, answer: Answer, prompt: Prompt, context: int, plan: Memory) -> dict[str, Any]:
+    def _report(self, answer: Answer, prompt: Prompt, context: int, plan: Plan, dropped: int) -> dict[str, Any]:
         h, options, timings = self._model.hparams, self._options, answer.timings
+        calls = answer.reply.tool_calls()
         return {
             "answer": answer.reply.text,
             "thinking": answer.reply.thinking,
-            "tool_calls": answer.reply.tools,
+            "tool_calls": [asdict(call) for call in calls.calls],
+            "broken_tool_calls": [asdict(call) for call in calls.broken],
             "finish_reason": answer.finish.value if answer.finish else None,
             "attention": options.attention,
             "top_k_blocks": h.top_k,
             "block_size": h.block_size,
-            "tokens": {"prompt": len(prompt.ids), "answer": len(answer.ids), "context": context},
+            "tokens": {"prompt": len(prompt.ids), "answer": len(answer.ids), "context": context, "dropped": dropped},
             "timings": {
                 "load_s": round(self._load_seconds, 4),
                 "prefill_tokens": timings.prefill_tokens,
@@ -268,6 +342,7 @@ class Run:
                 "scratch_bytes": plan.scratch_bytes,
                 "peak_rss_bytes": memory.peak_resident_bytes(),
             },
+            "plan": plan.as_json(),
             "sampling": asdict(self._sampling),
             "seed": self._seed,
             "model": str(self._model.gguf.metadata.get("general.name", "")),

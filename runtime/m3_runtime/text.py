@@ -122,6 +122,15 @@ class ChatTokenizer:
         """Id of the token with exactly this text in the token list, None if there is none."""
         return self._ids.get(name)
 
+    def named_tokens(self, text: str) -> list[str]:
+        """Names of control tokens that `encode` finds in a text, each once, in the order of their ids."""
+        return [self._tokens[id] for id in sorted(set(self.encode(text))) if self._types[id] == TokenType.CONTROL]
+
+    @property
+    def longest_token(self) -> int:
+        """Bytes of the longest token: a text of n bytes has at least n / longest_token tokens."""
+        return max((len(self.token_bytes(id)) for id in range(len(self))), default=1)
+
     def unused_ids(self) -> list[int]:
         """Ids that stand for nothing and that a model must never produce, ascending."""
         return [id for id, kind in enumerate(self._types) if kind == TokenType.UNUSED]

@@ -10,6 +10,7 @@ import struct
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -132,6 +133,19 @@ def random_data(kind: str, ne: tuple[int, ...], rng: np.random.Generator) -> NDA
     return np.resize(data.reshape(-1), size)
 
 
+def write(path: Path, s: Shape, type_: str, context: int) -> None:
+    """A file of it, for m3-bench."""
+    rng, made = np.random.default_rng(1), {}
+    with path.open("wb") as file:
+        file.write(header(s, type_, context))
+        for _, kind, ne in tensors(s, type_):
+            file.write(bytes(-file.tell() % 32))
+            if (kind, ne) not in made:
+                made[kind, ne] = random_data(kind, ne, rng)
+            made[kind, ne].tofile(file)
+        file.write(bytes(-file.tell() % 32))
+
+
 def bind(model: Model, s: Shape, type_: str) -> None:
     rng, made = np.random.default_rng(1), {}
     for name, kind, ne in tensors(s, type_):
@@ -153,6 +167,8 @@ def read_per_token(s: Shape, type_: str) -> int:
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--device", default="cuda")
+    p.add_argument("--experts-on", default="gpu", choices=("gpu", "cpu"))
+    p.add_argument("--threads", type=int, default=0, help="of the CPU, for experts there")
     p.add_argument("--type", default="q4_k", choices=SCALES)
     p.add_argument("--layers", type=int, default=4)
     p.add_argument("--dense", type=int, default=1)
@@ -164,10 +180,14 @@ def main() -> None:
     p.add_argument("--exact", action="store_true")
     p.add_argument("--tokens", type=int, default=30)
     p.add_argument("--bandwidth", type=float, default=4.17, help="TB/s that reading reaches")
+    p.add_argument("--write", type=Path, metavar="FILE", help="write the model to a file and end")
     a = p.parse_args()
     s = Shape(a.layers, a.dense, a.experts)
+    if a.write:
+        write(a.write, s, a.type, 1 << 20)
+        return
     rng = np.random.default_rng(2)
-    with Model.from_header(header(s, a.type, 1 << 20), "bench", device=a.device) as model:
+    with Model.from_header(header(s, a.type, 1 << 20), "bench", device=a.device, experts_on=a.experts_on) as model:
         start = time.perf_counter()
         bind(model, s, a.type)
         print(f"{model.backend_name} {model.device_name}: {model.weight_bytes / 1e9:.2f} GB of {a.type} bound in "
@@ -177,7 +197,13 @@ def main() -> None:
             "kv_type": a.kv_type,
             "index_type": a.index_type,
         }
-        options |= {"chunk": a.chunk, "exact": a.exact}
+        options |= {"chunk": a.chunk, "exact": a.exact, "threads": a.threads}
+        plan = model.plan(**options)
+        print(
+            f"experts on {a.experts_on}: {plan.experts_bytes / 1e9:.2f} GB on the GPU, "
+            f"{plan.cpu_experts_bytes / 1e9:.2f} GB on the CPU, {plan.host_bytes / 1e6:.0f} MB of work memory there, "
+            f"{plan.pinned_bytes / 1e6:.0f} MB pinned"
+        )
         print(f"K/V {a.kv_type}, index keys {a.index_type}, chunks of {a.chunk}, msa {model.msa(**options)}")
         with model.session(**options) as session:
             session.eval(rng.integers(0, s.vocab, min(a.chunk, a.prefill[0]), np.int32))  # warms up
@@ -201,6 +227,7 @@ def measure(session: Session, s: Shape, a: argparse.Namespace, depth: int, rng: 
     session.rewind(depth)
     # The first steps make what the later ones repeat.
     middle, read = float(np.median(times[3:])), read_per_token(s, a.type)
+    print(f"first token, whose operations are called one by one: {times[0] * 1e6:.0f} us")
     bound = read / (a.bandwidth * 1e12)
     print(
         f"token after {depth}, {a.layers} layers and head: {middle * 1e6:.0f} us ({min(times) * 1e6:.0f} to "

@@ -65,6 +65,26 @@ def test_absent_shards(make_folder) -> None:
         load_checkpoint(folder)
 
 
+@pytest.mark.parametrize("name", ["shard", INDEX, "model.safetensors", "config.json"])
+@pytest.mark.parametrize("kind", ["a link to elsewhere, which does not exist", "a named pipe", "a folder"])
+def test_what_is_no_file_is_not_absent(make_folder, name: str, kind: str) -> None:
+    """Nor does a pipe keep the command waiting for its other end."""
+    folder = make_folder()
+    path = shards(folder)[0] if name == "shard" else folder / name
+    if name == "model.safetensors":
+        (folder / INDEX).unlink()
+    path.unlink(missing_ok=True)
+    if kind == "a named pipe":
+        os.mkfifo(path)
+    elif kind == "a folder":
+        path.mkdir()
+    else:
+        path.symlink_to("elsewhere")
+    with pytest.raises(InputError) as error:
+        load_checkpoint(folder)
+    assert str(error.value) == f"{path}: expected a file, found {kind}"
+
+
 @pytest.mark.parametrize("keep", [0, 7, 8, 100, -1], ids=["empty", "length", "no header", "header", "last byte"])
 def test_truncated_shard(make_folder, keep: int) -> None:
     folder = make_folder()

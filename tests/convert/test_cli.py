@@ -66,7 +66,7 @@ def test_help_names_every_option(m3_convert) -> None:
             ["absent", "{out}"],
             f"absent: {NO_SOURCE}",
         ),
-        (["", "{out}"], f"{NO_SOURCE}|config.json"),
+        (["", "{out}"], "SOURCE is empty, expected the name of a file or folder or an id on the Hub"),
     ],
 )
 def test_usage_errors_are_one_line(make_folder, m3_convert, tmp_path, arguments: list[str], message: str) -> None:

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from m3_convert.layered_model import TENSOR_GROUPS, open_layered
+from m3_convert.layered_model import open_layered
 from m3_convert.mixed_model import MixedModel, group_tensors, same_group
+from m3_convert.tensor_group import TENSOR_GROUPS
 from m3_runtime import GGUF, Model
 from tiny_model import convert
 

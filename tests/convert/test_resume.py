@@ -287,6 +287,25 @@ def test_a_shard_that_vanishes_on_the_way(make_folder, m3_convert, tmp_path, mon
     assert out.read_bytes() == (tmp_path / "fresh.gguf").read_bytes()
 
 
+def test_broken_values_of_a_shard_that_was_written_over(make_folder, m3_convert, tmp_path, small_steps) -> None:
+    """Its values are NaN from then on; that it changed is what is wrong."""
+    folder, out, write = make_folder(), tmp_path / "out.gguf", part_file.write_all
+
+    def alter(file: int, data: bytes | memoryview) -> None:
+        write(file, data)
+        for shard in folder.glob("*.safetensors"):
+            with shard.open("r+b") as opened:
+                header = 8 + int.from_bytes(opened.read(8), "little")
+                opened.seek(header)
+                opened.write(b"\xff" * (shard.stat().st_size - header))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(part_file, "write_all", alter)
+        outcome = m3_convert(folder, out, *OPTIONS)
+    assert outcome.code == 2 and names(tmp_path) == set()
+    assert outcome.error.startswith("m3-convert: the source changed while it was read: model-00001-of-")
+
+
 @pytest.mark.parametrize("change", ["content", "time", "gone"])
 def test_a_shard_that_changes_while_it_is_read(make_folder, m3_convert, tmp_path, small_steps, change: str) -> None:
     """The file may hold some of both. What was read before it went is good."""

@@ -38,12 +38,12 @@ def measured(monkeypatch):
     names, stop = [], [None]
     measure = Checks.measure
 
-    def counted(self, path, types, lanes=(), what="check"):
+    def counted(self, path, types, restorations=(), what="check"):
         if len(names) - 1 == stop[0]:  # importance comes before
             stop[0] = None
             raise KeyboardInterrupt
         names.append(what)
-        return measure(self, path, types, lanes, what)
+        return measure(self, path, types, restorations, what)
 
     collect = target_cli.collect
     monkeypatch.setattr(target_cli, "collect", lambda *given: names.append("importance") or collect(*given))

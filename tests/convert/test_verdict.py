@@ -5,8 +5,11 @@ from dataclasses import replace
 import pytest
 
 from m3_convert.comparison import MassCell
+from m3_convert.findings import Differences, Findings, Restored, Selection
+from m3_convert.notation import beside
 from m3_convert.selection import Cell
-from m3_convert.verdict import Differences, Findings, Restored, Selection, Thresholds, find_cost, judge
+from m3_convert.verdict import Thresholds, judge
+from m3_convert.verdict_cause import find_cost
 
 SAME = Differences(0.0, None, ("F32", "F32"), False, ("f32", "f32"), ("f16", "f16"))
 EQUAL = Selection(2, 2, 100, 0, 0, 1.0, Cell(1, 0, 1.0), 0.0, MassCell(1, 0, 0.0), None)
@@ -77,9 +80,17 @@ def test_both_and_what_tells_them_apart():
     v = verdict(both)
     assert v.cause == "index and weights"
     assert "because of the index projections and because the other weights move the hidden states" in v.text
-    assert verdict(replace(both, isolated_overlap=0.965)).cause == "index"
+    v = verdict(replace(both, isolated_overlap=0.965))
+    assert v.cause == "index"
+    assert (
+        ", above all because of the index projections, less because the other weights move the hidden states." in v.text
+    )
     assert verdict(replace(both, isolated_overlap=0.98)).cause == "index and weights"
-    assert verdict(replace(both, isolated_overlap=0.995)).cause == "weights"
+    v = verdict(replace(both, isolated_overlap=0.995))
+    assert v.cause == "weights"
+    assert (
+        ", above all because the other weights move the hidden states, less because of the index projections." in v.text
+    )
     experts = Restored("experts", 0.6, 0.8)
     assert verdict(replace(both, restored=[Restored("index", 0.9, 0.1), experts])).cause == "index"
     v = verdict(replace(both, restored=[experts, Restored("index", 0.1, 0.1)], isolated_overlap=0.965))
@@ -105,6 +116,23 @@ def test_caches():
     v = verdict(found(differences=replace(COARSE, kv_cache=("f16", "q4_0")), kld=0.1, forced=0.09))
     assert v.cause == "index and weights"
     assert "because of the index projections and because K and V in Q4_0 move the hidden states" in v.text
+
+
+def test_the_lesser_cause_is_named_too():
+    """Caches of K/V and of index keys that are both rounded: the isolated run alone tells what each does."""
+    differences = replace(SAME, index_cache=("f32", "q4_0"), kv_cache=("f16", "q8_0"))
+    both = found(differences=differences, kld=0.02, forced=0.005)
+    index, kv = "because of the index keys in Q4_0", "because K and V in Q8_0 move the hidden states"
+    for isolated, cause, words in (
+        (None, "index and weights", f"{index} and {kv}."),
+        (0.965, "index cache", f"above all {index}, less {kv}."),
+        (0.995, "K/V cache", f"above all {kv}, less {index}."),
+    ):
+        v = verdict(replace(both, isolated_overlap=isolated))
+        assert v.cause == cause and words in v.text
+    # With the reference's blocks nothing is left.
+    v = verdict(replace(both, forced_kld=0.0))
+    assert v.cause == "index cache" and f"(mean overlap 0.9000), {index}." in v.text
 
 
 def test_dense():
@@ -148,3 +176,15 @@ def test_thresholds():
     )
     assert f"Fell short: {v.shortfall}." in v.text
     assert [name for name, _ in verdict(f, max_kld=0.001).shortfalls] == ["max_kld"]
+
+
+def test_a_number_does_not_look_like_the_limit_that_it_missed():
+    f = found(replace(CHANGED, worst_mass=MassCell(2, 3, 0.0500000001)), COARSE, kld=0.05000004)
+    v = verdict(f, min_overlap=0.9000001, max_mass_lost=0.05, max_kld=0.05)
+    assert v.shortfall == (
+        "layer 2, head 1: mean overlap 0.9000 is below --min-overlap 0.9000001; layer 2, query head 3: mean attention "
+        "lost 0.0500000001 is above --max-mass-lost 0.05; KL divergence 0.05000004 is above --max-kld 0.05"
+    )
+    v = verdict(f, max_kld=0.05000004)
+    assert v.text.endswith(" Passed: the KL divergence is at most 0.05000004.")
+    assert beside(1 - 2**-53, 1.0) == "0.9999999999999999" and beside(0.5, 0.5) == "0.5"

@@ -102,6 +102,65 @@ CONVERSATIONS: dict[str, dict[str, Any]] = {
         "messages": [USER, {"role": "assistant", "content": "4", "reasoning_content": "x"}],
         "add_generation_prompt": False,
     },
+    "developer alone": {"messages": [{"role": "developer", "content": "Dev."}, USER]},
+    "root alone": {"messages": [{"role": "root", "content": "You are M."}, USER]},
+    "empty system message": {"messages": [{"role": "system", "content": ""}, USER]},
+    "a system message later on": {"messages": [USER, {"role": "assistant", "content": "4"}, SYSTEM, USER]},
+    "parts of a system message and of an answer": {
+        "messages": [
+            {"role": "system", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]},
+            USER,
+            {"role": "assistant", "content": [{"type": "text", "text": "4"}], "reasoning_content": "hm"},
+            USER,
+        ]
+    },
+    "a loop of tool calls": {
+        "messages": [
+            SYSTEM,
+            USER,
+            {"role": "assistant", "content": "", "reasoning_content": "first", "tool_calls": CALL["tool_calls"][1:]},
+            {"role": "tool", "content": "rain"},
+            {"role": "assistant", "content": None, "tool_calls": CALL["tool_calls"][:1]},
+            {"role": "tool", "content": '\u96e8 <b>&</b> "x" \u00e9\n'},
+            {"role": "tool", "content": [{"type": "image"}, {"type": "text", "text": "seen"}, {"output": "o"}]},
+            {"role": "assistant", "content": "<mm:think>so</mm:think>Rain.", "tool_calls": []},
+        ],
+        "tools": TOOLS,
+        "variables": {"thinking_mode": "enabled"},
+        "add_generation_prompt": False,
+    },
+    "nested arguments": {
+        "messages": [
+            USER,
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [
+                    {
+                        "name": "plan",
+                        "arguments": {
+                            "empty": {},
+                            "none": [],
+                            "deep": {
+                                "a": [{"b": [1.5, -2, False, None, "x\ny"]}, [[]]],
+                                "c": {"d": "\u5929", "e": None},
+                            },
+                            "text": " <item>5</item> ",
+                        },
+                    }
+                ],
+            },
+            {"role": "tool", "content": ""},
+        ],
+        "tools": [*TOOLS, {"type": "function", "function": {"name": "plan", "parameters": {}}}],
+        "variables": {"thinking_mode": "disabled"},
+    },
+    "no arguments as text": {
+        "messages": [
+            USER,
+            {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
+        ]
+    },
     "tool result without a call": {"messages": [USER, {"role": "tool", "content": "rain"}]},
 }
 

@@ -19,10 +19,10 @@ RECALL = NANO / "recall.txt"
 FACT = "The code of Tower 52 is 7316."
 
 
-def command(module: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+def command(module: str, *arguments: object, lines: str = "") -> subprocess.CompletedProcess[str]:
     run = [sys.executable, "-m", module, *map(str, arguments)]
     environment = {"PYTHONPATH": f"{ROOT / 'runtime'}:{ROOT / 'convert'}", "PATH": "/usr/bin:/bin"}
-    return subprocess.run(run, capture_output=True, text=True, timeout=300, env=environment)
+    return subprocess.run(run, input=lines, capture_output=True, text=True, timeout=300, env=environment)
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +55,20 @@ def test_it_answers_simple_questions(nano: Path, question: str, expected: str):
 def test_it_recalls_a_fact_over_thousands_of_tokens(nano: Path):
     assert FACT in RECALL.read_text(encoding="utf-8")
     assert "7316" in ask(nano, "-f", RECALL)
+
+
+def test_it_answers_on_after_its_oldest_text_was_dropped(nano: Path):
+    """Keys that were turned to new positions are of use: a chat that outgrows its context stays right."""
+    filler = "I like to sit at the window and watch the rain fall on the garden. " * 5
+    lines = [filler, "What is 7 plus 5?", filler, "My name is Clara.", filler, filler, "What is my name?"]
+    lines += [filler, "What is the capital of France?", filler, "What comes after Tuesday?", "/context"]
+    options = ("--temperature", 0, "-n", 24, "--context", 512, "--on-full", "shift")
+    run = command("m3_runtime.cli", nano, *options, lines="".join(f"{line}\n" for line in lines))
+    assert run.returncode == 0, run.stderr
+    dropped = [line for line in run.stderr.splitlines() if line.startswith("dropped  ")]
+    assert int(dropped[0].split()[1]) >= 256
+    for word in ("12", "Clara", "Paris", "Wednesday"):
+        assert word in run.stdout, run.stdout + run.stderr
 
 
 def test_without_thinking_and_with_it(nano: Path):

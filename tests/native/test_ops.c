@@ -185,6 +185,69 @@ static void check_cached(const engine *e, world *w, int32_t type, const void *ba
         (long long)different, m3_type_name(type));
 }
 
+/* Distance between neighbors in a type, of numbers up to `most`. */
+static double unit_of(int32_t type, double most) {
+  return type == F16    ? most * 0x1p-10
+         : type == BF16 ? most * 0x1p-7
+         : type == Q8   ? most / 127
+         : type == Q4   ? most / 8
+                        : 0;
+}
+
+/* Cached rows of the chunk after a rotation: what double precision makes of the rows before it, rounded to the type
+ * once more; channels behind the last block that turns, and all other rows, are as they were in `old`. */
+static void check_turned(const engine *e, world *w, int32_t type, const char *base, char *old, int32_t heads,
+                         int64_t dim) {
+  const op_case *c = &w->c;
+  static float before[M3_MAX_HEAD_DIM], after[M3_MAX_HEAD_DIM];
+  int64_t bytes = m3_row_bytes(type, dim), block = m3_type_block_size(type), half = c->n_rot / 2;
+  int64_t turning = (c->n_rot + block - 1) / block * block;
+  double worst = 0, moved = 0;
+  for (int32_t i = 0; i < w->n * heads; i++) {
+    int32_t row = i / heads;
+    int64_t pos = w->rows.pos[row], page = w->rows.tables[w->rows.seq[row]][pos / c->block_size];
+    int64_t at = ((page * heads + i % heads) * c->block_size + pos % c->block_size) * bytes;
+    m3_traits(type)->to_f32(old + at, before, dim);
+    m3_traits(type)->to_f32(base + at, after, dim);
+    double most = 0;
+    for (int64_t j = 0; j < dim; j++) most = fmax(most, fabs((double)before[j]));
+    for (int64_t j = 0; j < half; j++) {
+      double cosine = (double)w->rows.cos[row * half + j], sine = (double)w->rows.sin[row * half + j];
+      double first = before[j] * cosine - before[j + half] * sine,
+             second = before[j + half] * cosine + before[j] * sine;
+      double off = fmax(fabs(after[j] - first), fabs(after[j + half] - second));
+      worst = fmax(worst, off / (1.01 * unit_of(type, 1.42 * most) + 1e-6 * (1 + most)));
+      moved = fmax(moved, fabs(first - (double)before[j]));
+    }
+    memcpy(old + at, base + at, (size_t)m3_row_bytes(type, turning));
+  }
+  CHECK(worst <= 1 && (moved > 0.01 || c->context == 1), "%s, %s: %s rows are turned wrong: %g units", c->name, e->name,
+        m3_type_name(type), worst);
+  CHECK(memcmp(old, base, (size_t)(w->n_pages * heads * c->block_size * bytes)) == 0,
+        "%s, %s: a rotation changed other rows or channels", c->name, e->name);
+}
+
+static char *copy_of_pages(world *w, const void *pages, int32_t heads, int64_t row_bytes) {
+  size_t bytes = (size_t)(w->n_pages * heads * w->c.block_size * row_bytes);
+  return memcpy(keep(w, bytes), pages, bytes);
+}
+
+/* Turns the chunk's rows in the cache. */
+static void run_rotate(const engine *e, world *w) {
+  const op_case *c = &w->c;
+  m3_context x = context_of(e, w);
+  int64_t kv_bytes = m3_row_bytes(c->kv_type, c->head_dim), index_bytes = m3_row_bytes(c->index_type, c->index_dim);
+  char *k = copy_of_pages(w, w->cache.k, c->n_head_kv, kv_bytes);
+  char *v = copy_of_pages(w, w->cache.v, c->n_head_kv, kv_bytes);
+  char *index = copy_of_pages(w, w->cache.index, 1, index_bytes);
+  e->backend->rotate(&x, &(m3_rotate_params){&w->rows, w->cache});
+  wait_for(e, w);
+  check_turned(e, w, c->kv_type, w->cache.k, k, c->n_head_kv, c->head_dim);
+  check_turned(e, w, c->index_type, w->cache.index, index, 1, c->index_dim);
+  CHECK(memcmp(v, w->cache.v, (size_t)(w->n_pages * c->n_head_kv * c->block_size * kv_bytes)) == 0,
+        "%s, %s: a rotation changed values", c->name, e->name);
+}
+
 enum { MAX_RESULTS = 16 };
 
 /* Runs everything but selection and attention on fresh numbers. */
@@ -205,6 +268,7 @@ static int run_rest(const engine *e, world *w, result *r) {
   r[n++] = cache_rows(w, "cached k", c->kv_type, w->cache.k, c->n_head_kv, c->head_dim);
   r[n++] = cache_rows(w, "cached v", c->kv_type, w->cache.v, c->n_head_kv, c->head_dim);
   r[n++] = cache_rows(w, "cached index k", c->index_type, w->cache.index, 1, c->index_dim);
+  run_rotate(e, w);
   b->output(&x, &(m3_output_params){&w->layer.w[M3_ATTN_OUTPUT], w->scratch.attended, w->n, w->hidden});
   wait_for(e, w);
   r[n++] = copy_of(w, "output", w->hidden, hidden);

@@ -4,6 +4,7 @@
 #include <stdlib.h>
 
 #include "check.h"
+#include "cpu/cpu.h"
 #include "cpu/kernels.h"
 #include "quant/blocks.h"
 #include "quant/half.h"
@@ -123,7 +124,7 @@ static void tile_product(const m3_products *k, const product_case *c, int64_t n_
   for (int64_t column = 0; column < c->n; column += M3_TILE_COLUMNS) {
     int64_t n = c->n - column < M3_TILE_COLUMNS ? c->n - column : M3_TILE_COLUMNS;
     unpack(&(m3_weight_rows){c->coding, c->weights + m3_row_bytes(c->type, column), c->row_bytes, n_rows, n}, &tile);
-    k->multiply(&(m3_tile_product){c->coding, &tile, column, n, c->x, c->n, rows, n_x, acc});
+    k->multiply(&(m3_tile_product){c->coding, &tile, column, n, c->x, c->n, rows, n_x, acc, {0}});
   }
 }
 
@@ -213,6 +214,68 @@ static void check_not_finite(const m3_products *k, const char *name, product_cas
   }
 }
 
+/* ------------------------------------------------------------------------------------------------ matrices */
+
+enum { OUT = 300, ROWS = 150, EXPERTS = 3, COLUMNS = 768 };
+
+/* The product of a matrix, in which tiles and rows of x are worked on in an order of its own, must have the bits of
+ * tiles multiplied one by one; with experts, chosen rows, sums that are added to, and several threads. */
+static void check_matrix(const m3_kernels *k, int32_t type, int32_t threads, bool experts, uint64_t *seed) {
+  static float x[ROWS * COLUMNS], y[ROWS * OUT], tile[ROWS * M3_TILE_ROWS];
+  /* Many rows, some, and few, each of which goes its own way. */
+  static const int32_t start[EXPERTS + 1] = {0, 100, 148, ROWS};
+  int32_t n_matrix = experts ? EXPERTS : 1, rows[ROWS];
+  product_case c = {.type = type, .coding = m3_coding_of(type), .n = COLUMNS, .row_bytes = m3_row_bytes(type, COLUMNS)};
+  int64_t matrix_bytes = OUT * c.row_bytes;
+  char *weights = malloc((size_t)(n_matrix * matrix_bytes + 16 * c.row_bytes)), *floats;
+  for (int64_t j = 0; weights && j < n_matrix * OUT; j += 16) {
+    c.weights = weights + j * c.row_bytes;
+    fill_weights(&c, seed);
+  }
+  fill_random(x, ROWS * COLUMNS, 1.0f, seed);
+  for (int i = 0; i < ROWS * OUT; i++) y[i] = 1;
+  for (int i = 0; i < ROWS; i++) rows[i] = (7 * i + 3) % ROWS;
+  m3_tensor t = {.type = type, .ne = {COLUMNS, OUT, n_matrix, 1}, .n_bytes = (uint64_t)(n_matrix * matrix_bytes)};
+  m3_weight w = {.tensor = &t, .data = weights};
+  m3_scratch scratch = {.n_threads = threads, .thread_floats = m3_matmul_floats()};
+  floats = malloc((size_t)(threads * scratch.thread_floats) * sizeof(float));
+  c.x = malloc((size_t)(ROWS * m3_activation_bytes(COLUMNS)));
+  if (!weights || !floats || !c.x) abort();
+  scratch.thread = (float *)(void *)floats;
+  scratch.rounded = c.x;
+  m3_context context = {.kernels = k, .scratch = &scratch};
+  m3_factor f = {&w, y, OUT};
+  m3_matmul_params p = {.factors = &f, .n_factors = 1, .x = x, .n = ROWS, .add = experts};
+  if (experts) p.start = start, p.n_experts = EXPERTS, p.rows = rows;
+  m3_matmul(&context, &p);
+  int64_t different = 0;
+  for (int32_t e = 0; e < n_matrix; e++)
+    for (int64_t j = 0; j < OUT; j += M3_TILE_ROWS) {
+      int64_t n_rows = OUT - j < M3_TILE_ROWS ? OUT - j : M3_TILE_ROWS;
+      int32_t first = experts ? start[e] : 0, n = (experts ? start[e + 1] : ROWS) - first;
+      c.weights = weights + e * matrix_bytes + j * c.row_bytes;
+      tile_product(k->products, &c, n_rows, experts ? rows + first : NULL, n, tile);
+      for (int64_t r = 0; r < n; r++)
+        for (int64_t i = 0; i < n_rows; i++) {
+          float want = tile[r * M3_TILE_ROWS + i] + (experts ? 1.0f : 0.0f);
+          different += memcmp(&y[(first + r) * OUT + j + i], &want, sizeof want) != 0;
+        }
+    }
+  CHECK(different == 0, "%s: %s, %d threads, %d matrices: %lld products differ", k->name, m3_type_name(type),
+        (int)threads, (int)n_matrix, (long long)different);
+  free(weights);
+  free(floats);
+  free(c.x);
+}
+
+static void check_matrices(const m3_kernels *k) {
+  static const int32_t types[] = {M3_TYPE_Q4_K, M3_TYPE_Q6_K, M3_TYPE_Q8_0};
+  uint64_t seed = 17;
+  for (size_t i = 0; i < sizeof types / sizeof *types; i++)
+    for (int32_t threads = 1; threads <= 3; threads += 2)
+      for (int experts = 0; experts < 2; experts++) check_matrix(k, types[i], threads, experts, &seed);
+}
+
 static void check_set(const m3_products *k, const char *name) {
   static const int64_t columns[] = {32, 96, 224, 256, 288, 480, 512, 544, 768, 1280, 1568};
   static const int64_t rows[] = {16, 1, 7, 8, 9};
@@ -247,6 +310,7 @@ int main(void) {
       continue;
     }
     check_set(m3_kernels_for(isa)->products, m3_kernels_for(isa)->name);
+    check_matrices(m3_kernels_for(isa));
 #if defined(__x86_64__)
     if (m3_kernels_for(isa) == &m3_kernels_avx512_vnni) check_set(&m3_products_avx512, "avx512 without VNNI");
 #endif

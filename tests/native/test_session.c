@@ -401,7 +401,6 @@ static void check_cancel(const int32_t *ids, const run *want) {
   m3_session_close(s);
 }
 
-/* `test_session cuda` runs on the GPU. */
 /* Embeddings of the vocabulary, given for some rows: what ids give, bit by bit, in one chunk and in many. */
 static void check_embeddings(const tiny_file *t, const int32_t *ids, const run *want) {
   static int32_t mixed[N];
@@ -440,8 +439,10 @@ static void check_embeddings(const tiny_file *t, const int32_t *ids, const run *
   }
 }
 
+/* `test_session cuda` runs on the GPU, `test_session cuda experts` with the routed experts on the CPU. */
 int main(int argc, char **argv) {
   if (argc > 1 && strcmp(argv[1], "cuda") == 0) options.device = M3_DEVICE_CUDA;
+  if (argc > 2 && strcmp(argv[2], "experts") == 0) options.experts_on = M3_EXPERTS_CPU;
   tiny_file t;
   make_tiny_file(&t);
   char path[64];

@@ -119,6 +119,7 @@ def test_the_cache_has_the_depth_when_a_run_begins(tiny_gguf: Path, monkeypatch:
         chunk=0,
         seed=1,
         mmap=True,
+        experts_on="auto",
     )
     with Model(tiny_gguf) as model:
         Bench(options, model).run(lambda _: None, lambda *_: None)

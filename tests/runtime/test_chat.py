@@ -1,54 +1,12 @@
-"""The conversation and its loop, on a session that follows a script."""
-
-import io
-import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+"""A conversation, on a session that follows a script."""
 
 import pytest
 
-from fake_model import FakeSession, replies, tokenizer_metadata
-from m3_runtime.chat import ChatFormat, ChatLoop, Conversation, PipeReader
-from m3_runtime.errors import ContextError, ExitCode, InputError, NotFiniteError
-from m3_runtime.generate import FinishReason, Generator
-from m3_runtime.reply import Piece
-from m3_runtime.sampler import Sampler, SamplerOptions
-from m3_runtime.screen import Screen
+from m3_runtime.errors import ContextError, InputError, NotFiniteError
+from m3_runtime.generate import FinishReason
+from m3_runtime.held_tokens import Shift
 from m3_runtime.template import ChatTemplate
-from m3_runtime.text import ChatTokenizer
-from make_checkpoint import CheckpointSpec, make_tokenizer
-
-SPEC = CheckpointSpec()
-TOKENIZER = ChatTokenizer(tokenizer_metadata(make_tokenizer(SPEC), SPEC.vocab))
-TEMPLATE = ChatTemplate((Path(__file__).resolve().parents[1] / "chat_template.jinja").read_text(encoding="utf-8"))
-END = "[e~["
-
-
-class Chat:
-    """A conversation with a scripted model."""
-
-    def __init__(
-        self,
-        *answers: str,
-        context: int = 1 << 20,
-        thinking: str | None = None,
-        system: str | None = None,
-        max_tokens: int | None = None,
-        template: ChatTemplate = TEMPLATE,
-    ) -> None:
-        self.session = FakeSession(SPEC.vocab, replies(*map(TOKENIZER.encode, answers)), context)
-        sampler = Sampler(SamplerOptions(temperature=0), 0)
-        self.format = ChatFormat(template, TOKENIZER, thinking)
-        generator = Generator(self.session, context, TOKENIZER, sampler)
-        self.conversation = Conversation(self.format, generator, system=system, max_tokens=max_tokens)
-
-    def ask(self, text: str) -> str:
-        list(self.conversation.ask(text))
-        return self.conversation.answer.reply.text
-
-    @property
-    def held(self) -> str:
-        return TOKENIZER.decode(self.session.held, control=True)
+from scripted_chat import END, TOKENIZER, Chat
 
 
 def test_reasoning_of_every_turn_is_replayed_and_nothing_is_evaluated_twice():
@@ -168,211 +126,176 @@ def test_thinking_modes(mode: str | None):
     assert f"Thinking mode: {mode or 'adaptive'}." in text
 
 
-# ---------------------------------------------------------------------------------------------- the loop
+# ---------------------------------------------------------------------------------------------- taking back
 
 
-class Script:
-    """A reader that gives lines, or raises what stands in their place."""
-
-    def __init__(self, interactive: bool, *lines: str | type[BaseException]) -> None:
-        self.interactive = interactive
-        self._lines = iter(lines)
-
-    def read(self) -> str | None:
-        line = next(self._lines, None)
-        if isinstance(line, type):
-            raise line
-        return line
-
-
-def loop(
-    chat: Chat, *lines: str | type[BaseException], interactive: bool = True, clock: Callable[[], float] | None = None
-) -> tuple[ExitCode, str, str]:
-    """Exit code, stdout, stderr."""
-    out, err = io.StringIO(), io.StringIO()
-    steps = iter(range(0, 10**6, 10))
-    result = ChatLoop(
-        chat.conversation,
-        Screen(out, err),
-        Script(interactive, *lines),
-        err,
-        "m3.gguf: attention sparse (top 3 of blocks of 128)",
-        clock or (lambda: float(next(steps))),
-    ).run()
-    return result, out.getvalue(), err.getvalue()
+def test_undo_takes_the_last_turn_back_and_the_session_with_it():
+    chat = Chat(f"one{END}", f"two{END}", f"three{END}")
+    chat.ask("a")
+    after_first = list(chat.conversation.messages)
+    chat.ask("b")
+    assert chat.conversation.undo() == "b"
+    assert chat.conversation.messages == after_first
+    assert chat.held.endswith("]~b]user\n")
+    assert "two" not in chat.held and "one" in chat.held
+    assert chat.ask("c") == "three"
+    assert chat.conversation.answer.timings.prefill_tokens == len(TOKENIZER.encode("c[e~[\n]~b]ai\n"))
+    assert (chat.conversation.undo(), chat.conversation.undo(), chat.conversation.undo()) == ("c", "a", None)
 
 
-def test_lines_are_answered_until_the_end():
-    code, out, err = loop(Chat(f"one{END}", f"<mm:think>hm</mm:think>two{END}"), "a", "", "  ", "b", interactive=False)
-    assert (code, out) == (ExitCode.OK, "one\ntwo\n")
-    assert err == "hm\n"
+def test_retry_answers_the_same_message_anew():
+    chat = Chat(f"one{END}", f"two{END}", f"three{END}")
+    with pytest.raises(InputError, match=r"^/retry: there is no message yet$"):
+        list(chat.conversation.retry())
+    chat.ask("a")
+    chat.ask("b")
+    list(chat.conversation.retry())
+    assert chat.conversation.answer.reply.text == "three"
+    assert chat.conversation.answer.timings.prefill_tokens == 1
+    assert [message["content"] for message in chat.conversation.messages] == ["a", "one", "b", "three"]
 
 
-def test_quit_leaves():
-    chat = Chat(f"one{END}")
-    assert loop(chat, "/quit", "a")[:2] == (ExitCode.OK, "")
-    assert chat.session.evals == []
-
-
-def test_new_starts_over():
+def test_the_earlier_answer_comes_back_if_nothing_came_of_the_new_one():
     chat = Chat(f"one{END}", f"two{END}")
-    _, out, err = loop(chat, "a", "/new", "b")
-    assert out == "one\ntwo\n"
-    assert "(new chat)" in err
-    assert len(chat.conversation.messages) == 2
-
-
-def test_help_names_every_command():
-    _, _, err = loop(Chat("x"), "/help")
-    for name in ("/help", "/new", "/stats", "/quit", "Ctrl-C", "Ctrl-D"):
-        assert name in err
-
-
-def test_stats():
-    chat = Chat(f"one two{END}", context=500)
-    _, _, err = loop(chat, "/stats", "a", "/stats")
-    assert err.count("attention sparse") == 2
-    assert f"context {len(chat.session.held)}/500 tokens" in err
-    assert "last answer: " in err and "last prompt: " in err and "0 reused" in err
-
-
-def test_an_unknown_command_is_not_sent():
-    chat = Chat(f"one{END}")
-    code, out, err = loop(chat, "/nwe", " /nwe")
-    assert "m3-run: /nwe: no such command, /help lists them\n" in err
-    assert (code, out) == (ExitCode.OK, "one\n")
-    assert chat.conversation.messages[0]["content"] == " /nwe"
-
-
-def test_a_full_context_is_said_and_the_chat_goes_on():
-    chat = Chat(f"one{END}", f"two{END}", f"three{END}", context=120)
-    code, out, err = loop(chat, "a", "long " * 200, "/new", "b")
-    assert out == "one\ntwo\n"
-    assert "m3-run: context full: the prompt has " in err and "the context holds 120; the chat goes on" in err
-    assert code == ExitCode.OK
-
-
-def test_through_a_pipe_a_refused_message_shows_in_the_exit_code():
-    code, out, _ = loop(Chat(f"one{END}", f"two{END}", context=120), "a", "long " * 200, "/new", "b", interactive=False)
-    assert (code, out) == (ExitCode.BAD_INPUT, "one\ntwo\n")
-
-
-def test_a_cut_answer_says_why():
-    assert "(cut after 2 tokens, the limit of -n)" in loop(Chat("one two three four", max_tokens=2), "a")[2]
-    prompt = len(Chat("x").format.prompt([{"role": "user", "content": "a"}]).ids)
-    context = prompt + 3
-    _, _, err = loop(Chat("one two three four five six", context=context), "a")
-    assert f"(context full: {context}/{context} tokens, the answer is cut. /new starts a new chat)" in err
-
-
-def test_a_message_that_the_tokenizer_or_the_template_refuses_leaves_the_chat_alive():
-    template = ChatTemplate(
-        "{% if 'bad' in messages[-1].content %}{{ raise_exception('no') }}{% endif %}{{ messages[-1].content }}"
-    )
-    code, out, err = loop(Chat(f"one{END}", template=template), "\ud800", "bad", "good")
-    assert (code, out) == (ExitCode.OK, "one\n")
-    assert "lone surrogate" in err
-    assert "refuses the conversation: no" in err
-
-
-def interrupting(chat: Chat, at: int) -> Chat:
-    """Ctrl-C arrives while the `at`-th eval runs."""
-    count = 0
+    chat.ask("a")
+    before = list(chat.conversation.messages)
 
     def interrupt() -> None:
-        nonlocal count
-        count += 1
-        if count == at:
-            raise KeyboardInterrupt
+        chat.session.before_eval = lambda: None
+        raise KeyboardInterrupt
 
     chat.session.before_eval = interrupt
-    return chat
+    list(chat.conversation.retry())
+    assert chat.conversation.messages == before
 
 
-def test_ctrl_c_stops_the_answer_and_keeps_the_chat():
-    code, out, err = loop(interrupting(Chat(f"one two three{END}", f"four{END}"), 3), "a", "b")
-    assert code == ExitCode.OK
-    assert out.splitlines()[-1] == "four"
-    assert "(stopped)" in err
+# ---------------------------------------------------------------------------------------------- a document
 
 
-def test_ctrl_c_before_the_first_word_drops_the_message():
-    code, out, err = loop(interrupting(Chat(f"one{END}"), 1), "a", "b")
-    assert (code, out) == (ExitCode.OK, "one\n")
-    assert "(stopped before anything came, the message is not kept)" in err
+READ = ""  # stands for the reading of a document, after which nothing is asked for
+BOOK = "The tower has a code. It is 7316. " * 10
 
 
-def test_ctrl_c_while_a_piece_is_shown():
-    chat = Chat(f"one two three{END}", f"four{END}")
-
-    class Slow(Screen):
-        shown = 0
-
-        def show(self, piece: Piece) -> None:
-            self.shown += 1
-            if self.shown == 2:
-                raise KeyboardInterrupt
-            super().show(piece)
-
-    out, err = io.StringIO(), io.StringIO()
-    code = ChatLoop(chat.conversation, Slow(out, err), Script(True, "a", "b"), err, "").run()
-    assert code == ExitCode.OK
-    assert out.getvalue().endswith("four\n")
-    assert chat.conversation.messages[1]["role"] == "assistant"
+def test_a_document_is_evaluated_once_and_stands_in_front_of_the_next_message():
+    chat = Chat(f"one{END}", READ, f"7316{END}", f"three{END}")
+    chat.ask("a")
+    n, timings = chat.conversation.read("book.txt", BOOK)
+    assert timings.prefill_tokens >= n - 2 and timings.reused_tokens > 0
+    assert n == pytest.approx(len(TOKENIZER.encode(BOOK + "\n\n")), abs=2)
+    assert chat.ask("The code?") == "7316"
+    assert chat.conversation.answer.timings.prefill_tokens < 20
+    assert chat.conversation.messages[2]["content"] == f"{BOOK}\n\nThe code?"
+    # Taken back, the document is there for another question.
+    assert chat.conversation.undo() == "The code?"
+    assert chat.ask("And what else?") == "three"
+    assert chat.conversation.answer.timings.prefill_tokens < 20
+    assert chat.conversation.messages[2]["content"] == f"{BOOK}\n\nAnd what else?"
 
 
-def test_ctrl_c_at_the_prompt_leaves_the_second_time():
+def test_a_document_can_be_taken_back():
+    chat = Chat(f"one{END}", READ, f"two{END}")
+    chat.ask("a")
+    used = chat.conversation.used
+    chat.conversation.read("book.txt", BOOK)
+    assert chat.conversation.undo() == BOOK
+    assert chat.conversation.used <= used + 10
+    assert chat.ask("b") == "two"
+    assert chat.conversation.messages[2]["content"] == "b"
+
+
+def test_two_documents_stand_one_after_the_other():
     chat = Chat(f"one{END}")
-    code, out, err = loop(chat, KeyboardInterrupt, KeyboardInterrupt, "a")
-    assert (code, out) == (ExitCode.OK, "")
-    assert err.count("(Ctrl-C again leaves, and so does /quit)") == 1
+    chat.conversation.read("a.txt", "First.")
+    chat.conversation.read("b.txt", "Second.")
+    chat.ask("q")
+    assert chat.conversation.messages[0]["content"] == "First.\n\nSecond.\n\nq"
 
 
-def test_a_message_between_two_ctrl_c_resets_the_count():
-    _, out, _ = loop(Chat(f"one{END}", f"two{END}"), KeyboardInterrupt, "a", KeyboardInterrupt, "b")
-    assert out == "one\ntwo\n"
+def test_a_document_that_leaves_no_room_for_a_question_is_refused_with_the_numbers():
+    chat = Chat(f"one{END}", context=200)
+    before = chat.conversation.used
+    with pytest.raises(
+        ContextError,
+        match=r"^book\.txt: \d+ tokens, \d+ stand before it and a question needs 64; the context holds 200$",
+    ):
+        chat.conversation.read("book.txt", BOOK)
+    assert (chat.conversation.used, chat.conversation.document) == (before, "")
 
 
-def test_ctrl_c_after_a_stopped_answer_leaves_unless_it_comes_at_once():
-    def times(*seconds: float) -> Callable[[], float]:
-        ticks: Iterator[float] = iter(seconds)
-        return lambda: next(ticks)
+def test_a_document_whose_reading_was_stopped_is_not_there():
+    chat = Chat(f"one{END}")
 
-    late = interrupting(Chat(f"one two{END}", f"three{END}"), 2)
-    assert loop(late, "a", KeyboardInterrupt, "b", clock=times(0.0, 5.0))[1].count("three") == 0
-    at_once = interrupting(Chat(f"one two{END}", f"three{END}"), 2)
-    assert loop(at_once, "a", KeyboardInterrupt, "b", clock=times(0.0, 0.3))[1].count("three") == 1
+    def interrupt() -> None:
+        raise KeyboardInterrupt
 
-
-def test_ctrl_c_through_a_pipe_ends_the_run():
+    chat.session.before_eval = interrupt
     with pytest.raises(KeyboardInterrupt):
-        loop(interrupting(Chat(f"one two{END}"), 2), "a", interactive=False)
-    with pytest.raises(KeyboardInterrupt):
-        loop(Chat("x"), KeyboardInterrupt, interactive=False)
+        chat.conversation.read("book.txt", BOOK)
+    assert chat.conversation.document == ""
 
 
-def test_broken_weights_end_the_chat():
-    chat = Chat("x")
-
-    def fail() -> None:
-        raise NotFiniteError("layer 3")
-
-    chat.session.before_eval = fail
-    with pytest.raises(NotFiniteError):
-        loop(chat, "a")
-
-
-def test_lines_of_a_pipe(monkeypatch: pytest.MonkeyPatch):
-    data = "eins\r\nzw\u00f6i\n\nno break".encode()
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
-    reader = PipeReader()
-    assert [reader.read() for _ in range(5)] == ["eins", "zw\u00f6i", "", "no break", None]
+def test_a_shift_makes_room_for_a_document_and_keeps_it_for_the_question():
+    chat = Chat(f"one{END}", f"two{END}", READ, f"three{END}", f"four{END}", context=400, shift=Shift(16, 0))
+    for _ in range(2):
+        chat.ask("word " * 50)
+    chat.conversation.read("book.txt", BOOK)
+    dropped = chat.conversation.dropped
+    assert dropped > 0 and "word" in chat.conversation.take_dropped()[0]
+    assert chat.ask("The code?") == "three"
+    assert BOOK in chat.held and chat.conversation.answer.timings.prefill_tokens < 20
+    with pytest.raises(ContextError, match=r"^long\.txt: \d+ tokens, \d+ are pinned and a question needs 64; "):
+        chat.conversation.read("long.txt", BOOK * 3)
 
 
-def test_a_line_of_a_pipe_that_is_no_utf8_is_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ok\nab\xffc\nok\n")))
-    reader = PipeReader()
-    assert reader.read() == "ok"
-    with pytest.raises(InputError, match=r"^input, line 2: invalid UTF-8 at byte offset 2 \(byte 0xff\)"):
-        reader.read()
-    assert reader.read() == "ok"
+# ---------------------------------------------------------------------------------------------- settings, state
+
+
+def test_another_system_message_holds_for_the_whole_conversation():
+    chat = Chat(f"one{END}", f"two{END}", system="Old.")
+    chat.ask("a")
+    chat.conversation.system = "New."
+    chat.ask("b")
+    assert "New." in chat.held and "Old." not in chat.held and "one" in chat.held
+    chat.conversation.system = None
+    assert chat.conversation.messages[0]["role"] == "user"
+
+
+def test_thinking_can_be_switched():
+    chat = Chat(f"one{END}", f"two{END}")
+    chat.ask("a")
+    chat.conversation.thinking = "disabled"
+    chat.ask("b")
+    assert "Thinking mode: disabled." in chat.held
+
+
+def test_a_conversation_is_made_again_from_its_state():
+    chat = Chat(f"<mm:think>hm</mm:think>one{END}", system="S.", thinking="adaptive")
+    chat.ask("a")
+    chat.conversation.read("b.txt", "Text.")
+    state = chat.conversation.state()
+    other = Chat(f"two{END}")
+    other.conversation.restore(state)
+    assert other.conversation.state() == state
+    assert other.conversation.messages == chat.conversation.messages
+    assert other.format.prompt(other.conversation.messages) == chat.format.prompt(chat.conversation.messages)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"turns": [{"text": 1}]},
+        {"turns": [{"text": "a", "other": "b"}]},
+        {"turns": "a"},
+        {"turns": [1]},
+        {"system": 3},
+        {"thinking": "often"},
+        {"document": None},
+    ],
+)
+def test_what_is_no_conversation_is_refused_and_changes_nothing(change: dict[str, object]):
+    chat = Chat(f"one{END}")
+    chat.ask("a")
+    before = chat.conversation.state()
+    with pytest.raises(InputError, match=r"^the file holds a session, but no conversation of m3-run$"):
+        chat.conversation.restore(before | change)
+    assert chat.conversation.state() == before

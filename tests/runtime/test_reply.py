@@ -10,6 +10,7 @@ from m3_runtime.reply import NAMESPACE, Kind, Piece, Reply, ReplySplitter, opens
 
 NS = NAMESPACE
 CALL = f'{NS}<tool_call>\n{NS}<invoke name="f">{NS}<a>1{NS}</a>{NS}</invoke>\n{NS}</tool_call>'
+BARE_CALL = f'{NS}<invoke name="f">{NS}</invoke>'
 TWO_CALLS = (
     f'{NS}<tool_call>\n{NS}<invoke name="f">{NS}<a>1{NS}</a>{NS}</invoke>\n'
     f'{NS}<invoke name="g">{NS}<b>{NS}<item>{NS}<c>x{NS}</c>{NS}</item>{NS}</b>{NS}</invoke>\n{NS}</tool_call>'
@@ -36,7 +37,13 @@ CASES = {
     "call inside the thinking, closed late": (f"<mm:think>hm{CALL}af</mm:think>ter", False, "after", "hm", CALL),
     "closing tag after a call": (f"{CALL}</mm:think>answer", False, "answer", "", CALL),
     "call never closed": (f"a{NS}<tool_call>{NS}<invoke", False, "a", "", f"{NS}<tool_call>{NS}<invoke"),
-    "namespace alone": (f"a{NS}b", False, "a", "", f"{NS}b"),
+    "namespace alone": (f"a{NS}b", False, "ab", "", NS),
+    "namespace at the end": (f"a{NS}", False, "a", "", NS),
+    "namespace twice": (f"a{NS}{CALL}b", False, "ab", "", NS + CALL),
+    "cut in the opening tag": (f"a{NS}<tool", False, "a", "", f"{NS}<tool"),
+    "no opening tag around it": (f"a{BARE_CALL}b", False, "ab", "", BARE_CALL),
+    "closing tag of a call alone": (f"a{NS}</tool_call>b", False, "ab", "", f"{NS}</tool_call>"),
+    "namespace alone in the thinking": (f"<mm:think>a{NS}b</mm:think>c", False, "c", "ab", NS),
     "think tags inside a call": (
         f"{NS}<tool_call><mm:think>x</mm:think>{NS}</tool_call>",
         False,

@@ -142,7 +142,7 @@ def test_the_report(m3_run: Runner, tiny_q8_gguf: Path):
     assert code == 0
     assert "attention sparse" in err
     assert report["finish_reason"] in ("length", "stop")
-    assert isinstance(report["answer"], str) and isinstance(report["thinking"], str) and report["tool_calls"] == ""
+    assert isinstance(report["answer"], str) and isinstance(report["thinking"], str) and report["tool_calls"] == []
     assert (report["attention"], report["top_k_blocks"], report["block_size"]) == ("sparse", 3, 32)
     assert report["tokens"]["answer"] == 5
     assert report["tokens"]["context"] == 4096
@@ -529,7 +529,7 @@ def test_no_model_at_all(refused: Callable[..., str]):
 OPTIONS = """
     -p --prompt -f --file -n --max-tokens --context --device --threads --json --system --raw --thinking --temperature
     --top-k --top-p --min-p --repeat-penalty --seed --attention --require-sparse --kv-type --index-type --isa
-    --version
+    --on-full --keep --plain --version
 """.split()  # noqa: SIM905 (a list that is read)
 
 
@@ -546,6 +546,7 @@ def test_every_option_is_documented(m3_run: Runner):
     for values in (
         "auto|cpu|cuda",
         "enabled|disabled|adaptive",
+        "stop|shift",
         "sparse|dense",
         "f32|f16|bf16|q8_0|q4_0",
         "scalar|avx2|avx512|neon",

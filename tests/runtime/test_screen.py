@@ -5,7 +5,7 @@ import io
 import pytest
 
 from m3_runtime.reply import Kind, Piece
-from m3_runtime.screen import PrefillProgress, Screen
+from m3_runtime.screen import PrefillProgress, Screen, ThinkingView
 
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
@@ -23,6 +23,13 @@ class Stream(io.StringIO):
         if self.log is not None:
             self.log.append(text)
         return super().write(text)
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 @pytest.fixture(autouse=True)
@@ -79,13 +86,44 @@ def test_a_reply_cannot_steer_the_terminal():
     assert on_terminal([THINKING("\x1b]0;x")]) == f"{DIM}\ufffd]0;x{PLAIN}\n"
 
 
-def test_tool_calls_are_marked_and_never_on_stdout():
-    pieces = [TEXT("Let me look."), TOOL("]<]minimax[>["), TOOL("<tool_call>"), TEXT("Done")]
+NS = "]<]minimax[>["
+CALL = (
+    f'{NS}<tool_call>\n{NS}<invoke name="f">{NS}<a>1{NS}</a>{NS}<b>{NS}<item>x{NS}</item>{NS}</b>'
+    f"{NS}</invoke>\n{NS}</tool_call>"
+)
+
+
+def test_tool_calls_are_told_without_their_markup_and_never_on_stdout():
+    pieces = [TEXT("Let me look."), *(TOOL(letter) for letter in CALL), TEXT("Done")]
     out, err = shown(pieces, False, False)
     assert out == "Let me look.Done\n"
-    assert err == "tool call, not executed:\n]<]minimax[>[<tool_call>\n"
-    assert on_terminal(pieces) == (
-        f"Let me look.\ntool call, not executed:\n{DIM}]<]minimax[>[{PLAIN}{DIM}<tool_call>{PLAIN}\nDone\n"
+    assert err == 'tool call, not executed: f(a="1", b=["x"])\n'
+    assert on_terminal(pieces) == f"Let me look.\n{err}Done\n"
+
+
+def test_a_broken_tool_call_is_told():
+    out, err = shown([TEXT("a"), TOOL(CALL[:60])], False, False)
+    assert out == "a\n"
+    assert err == 'broken tool call, not executed (it is not finished): <tool_call> <invoke name="f">\n'
+
+
+def test_folded_thinking_is_one_line():
+    clock = Clock()
+
+    def fold(terminal: bool) -> str:
+        log: list[str] = []
+        screen = Screen(Stream(terminal, log), Stream(terminal, log), clock)
+        screen.thinking = ThinkingView.FOLD
+        for piece in (THINKING("hm hm"), THINKING(" so"), TEXT("Yes")):
+            screen.show(piece)
+            clock.now += 1.0
+        screen.end()
+        return "".join(log)
+
+    assert fold(False) == "(thought: 8 characters, 2.0 s; /thinking last shows it)\nYes\n"
+    assert fold(True) == (
+        "thinking: 5 characters, 0.0 s\rthinking: 8 characters, 1.0 s"
+        "\r(thought: 8 characters, 2.0 s; /thinking last shows it)\nYes\n"
     )
 
 
@@ -108,13 +146,6 @@ def test_a_note_starts_on_its_own_line():
     assert "".join(log) == "half\n(stopped)\n"
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def progress_lines(terminal: bool, times: list[float]) -> str:
     clock, err = Clock(), Stream(terminal)
     progress = PrefillProgress(err, 1000, clock)
@@ -131,7 +162,7 @@ def test_a_short_prefill_says_nothing():
 
 def test_a_long_prefill_reports_at_least_every_two_seconds():
     lines = progress_lines(False, [i * 0.1 for i in range(1, 101)]).splitlines()
-    assert lines[0] == "prefill: 15% of 1000 tokens, 100.0 tok/s"
+    assert lines[0] == "prefill: 15% of 1000 tokens, 100.0 tok/s, 8.5 s left"
     assert len(lines) >= 5
 
 
@@ -139,4 +170,4 @@ def test_on_a_terminal_the_line_is_rewritten_and_removed():
     text = progress_lines(True, [2.0, 4.0])
     assert text.startswith("\rprefill: 50% of 1000 tokens")
     assert "\n" not in text
-    assert text.endswith("\r" + " " * len("prefill: 100% of 1000 tokens, 250.0 tok/s") + "\r")
+    assert text.endswith("\r" + " " * len("prefill: 100% of 1000 tokens, 250.0 tok/s, 0.0 s left") + "\r")

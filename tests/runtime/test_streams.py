@@ -48,6 +48,18 @@ def test_closed_streams_change_nothing(redirect: str, tiny_gguf: Path, tiny_chec
     assert shell("m3-run", [tiny_gguf, "-p", "Hi", "-n", 2], redirect).returncode == 0
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_json_that_would_be_lost_is_refused_before_the_work(command: str, tiny_gguf: Path, tiny_checkpoint: Path):
+    arguments: dict[str, list[object]] = {
+        "m3-run": [tiny_gguf, "-p", "Hi", "-n", 2, "--json"],
+        "m3-convert": [tiny_checkpoint, "--dry-run", "--json"],
+        "m3-check-selection": [tiny_gguf, tiny_gguf, "--context", 150, "--json"],
+    }
+    run = shell(command, arguments[command], ">&-")
+    assert run.returncode == 2
+    assert lines(run.stderr) == [f"{command}: --json: standard output is closed"]
+
+
 @pytest.mark.parametrize(("threshold", "code"), [(0.1, 0), (1, 1)])
 def test_the_verdict_stands_when_the_reader_leaves(threshold: float, code: int, tiny_gguf: Path, tiny_q8_gguf: Path):
     arguments = [tiny_gguf, tiny_q8_gguf, "--context", 600, "--no-thresholds", "--min-overlap", threshold]

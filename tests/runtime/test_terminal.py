@@ -1,138 +1,112 @@
 """m3-run as a process: on a terminal (pty), with Ctrl-C, with a reader that leaves, with limited memory."""
 
-import fcntl
 import json
-import os
-import pty
 import resource
-import select
 import signal
 import subprocess
-import sys
-import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-COMMAND = [sys.executable, "-m", "m3_runtime.cli"]
-RUNTIME = Path(__file__).resolve().parents[2] / "runtime"
-SECONDS = 60  #: the most that anything here may take on a busy machine
-# A Ctrl-C that comes while Python sets up its line editor is seen with the next key only, so give it time.
-LINE_EDITOR_SECONDS = 0.5
+from terminal import COMMAND, SECONDS, Terminal, environment
 
-
-def environment(**changes: str) -> dict[str, str]:
-    plain = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "TERM", "PYTHONIOENCODING")}
-    return plain | {"PYTHONPATH": str(RUNTIME), "PYTHONUTF8": "1", "TERM": "xterm"} | changes
-
-
-class Terminal:
-    """m3-run with a terminal of its own for input, output and errors."""
-
-    def __init__(self, *arguments: object, term: str = "xterm") -> None:
-        self._master, slave = pty.openpty()
-        self.process = subprocess.Popen(
-            [*COMMAND, *map(str, arguments)],
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            env=environment(TERM=term),
-            start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0) and None,
-        )
-        os.close(slave)
-        self.shown = ""  #: everything so far, with \n for the terminal's \r\n
-
-    def wait_for(self, text: str, after: int = 0) -> int:
-        """Reads until `text` is shown past the position `after`; the position behind it."""
-        end = time.monotonic() + SECONDS
-        while text not in self.shown[after:]:
-            assert time.monotonic() < end and self._read(), f"no {text!r} in {self.shown[after:]!r}"
-        return self.shown.index(text, after) + len(text)
-
-    def send(self, text: str) -> int:
-        """Types `text`; the position that the screen had."""
-        at = len(self.shown)
-        os.write(self._master, text.encode())
-        return at
-
-    def leave(self) -> int:
-        """The exit code, after the program has ended by itself."""
-        while self._read():
-            pass
-        return self.process.wait(SECONDS)
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
-        os.close(self._master)
-
-    def _read(self) -> bool:
-        """False at the end."""
-        ready, _, _ = select.select([self._master], [], [], SECONDS)
-        assert ready, f"nothing for {SECONDS} s after {self.shown!r}"
-        try:
-            data = os.read(self._master, 65536)
-        except OSError:  # the other side is closed
-            return False
-        self.shown += data.decode(errors="replace").replace("\r\n", "\n")
-        return bool(data)
+DOWN_TO_A_LINE = "\x1b\r"  #: Alt-Enter
+UP = "\x1b[A"
 
 
 @pytest.fixture
-def terminal(tiny_gguf: Path) -> Iterator[Terminal]:
-    terminal = Terminal(tiny_gguf, "--temperature", 0, "--thinking", "enabled", "-n", 3000)
+def terminal(tiny_gguf: Path, tmp_path: Path) -> Iterator[Terminal]:
+    terminal = Terminal(tiny_gguf, "--temperature", 0, "--thinking", "enabled", "-n", 3000, state=tmp_path)
     yield terminal
     terminal.close()
 
 
 def test_a_chat_on_a_terminal(terminal: Terminal):
     """Dimmed thinking, Ctrl-C stops the answer, the chat goes on with what it holds, Ctrl-D leaves."""
-    at = terminal.wait_for("> ")
+    terminal.ready()
     assert "attention sparse (top 3 of blocks of 32)" in terminal.shown
-    terminal.send("Hello\n")
+    at = terminal.send("Hello\r")
+    terminal.wait_for("\x1b[2m", at)
+    at = terminal.send("ahead\x03")  # what is typed meanwhile is not shown, and Ctrl-C drops it
+    terminal.ready(terminal.wait_for("(stopped)\n", at))
+    assert "ahead" not in terminal.shown
+    at = terminal.wait_for("0 reused", terminal.send("/stats\r"))
+    terminal.ready(at)
+    at = terminal.send("Go on\r")
     terminal.wait_for("\x1b[2m", at)
     at = terminal.send("\x03")
-    at = terminal.wait_for("(stopped)\n", at)
-    terminal.wait_for("> ", at)
-    at = terminal.send("/stats\n")
-    at = terminal.wait_for("0 reused", at)
-    terminal.wait_for("> ", at)
-    at = terminal.send("Go on\n")
-    terminal.wait_for("\x1b[2m", at)
-    at = terminal.send("\x03")
-    terminal.wait_for("> ", terminal.wait_for("(stopped)\n", at))
-    at = terminal.send("/stats\n")
-    at = terminal.wait_for(" reused", at)
+    terminal.ready(terminal.wait_for("(stopped)\n", at))
+    at = terminal.wait_for(" reused", terminal.send("/stats\r"))
     assert " 0 reused" not in terminal.shown[at - 20 :]
-    terminal.wait_for("> ", at)
+    terminal.ready(at)
+    # An answer that is stopped while it is drawn as Markdown: the cursor is shown again.
+    terminal.ready(terminal.wait_for("(the model is told not to think; ", terminal.send("/thinking off\r")))
+    terminal.ready(terminal.wait_for("(system message set; ", terminal.send("/system Be brief.\r")))
+    at = terminal.send("And?\r")
+    terminal.wait_for("\x1b[2K", terminal.wait_for("\x1b[?2004l", at))
+    at = terminal.send("\x03")
+    terminal.ready(terminal.wait_for("(stopped)\n", at))
+    drawn = terminal.shown[at:]
+    assert drawn.rfind("\x1b[?25h") > drawn.rfind("\x1b[?25l", 0, drawn.index("(stopped)"))
     terminal.send("\x04")
     assert terminal.leave() == 0
     assert "Traceback" not in terminal.shown
 
 
 def test_ctrl_c_twice_at_the_prompt_leaves(terminal: Terminal):
-    terminal.wait_for("> ")
-    terminal.wait_for("half a mess", terminal.send("half a mess"))
-    time.sleep(LINE_EDITOR_SECONDS)
-    at = terminal.send("\x03")
-    at = terminal.wait_for("(Ctrl-C again leaves, and so does /quit)", at)
-    terminal.wait_for("> ", at)
-    time.sleep(LINE_EDITOR_SECONDS)
+    terminal.ready()
+    terminal.wait_for_line("> half a mess", terminal.send("half a mess"))
+    at = terminal.wait_for("(Ctrl-C again leaves, and so does /quit)", terminal.send("\x03"))
+    terminal.ready(at)
     terminal.send("\x03")
     assert terminal.leave() == 0
     assert "Traceback" not in terminal.shown
 
 
-def test_a_dumb_terminal_gets_no_escape_sequences(tiny_gguf: Path):
-    terminal = Terminal(tiny_gguf, "--seed", 1, "--thinking", "enabled", "-n", 6, term="dumb")
+def test_editing(terminal: Terminal, tmp_path: Path):
+    """Lines are edited, completed and remembered; pasted ones stay together; a character may come in pieces."""
+    terminal.ready()
+    # Ctrl-A goes to the start of the line.
+    terminal.send("hist\x01/\r")
+    terminal.ready(terminal.wait_for("m3-run: /hist: no such command, /help lists them"))
+    at = terminal.send("/cont\t\r")
+    terminal.ready(terminal.wait_for("(--on-full stop)", at))
+    at = terminal.send("\x1b[200~/system one\r\ntwo\x1b[201~")
+    terminal.send(f"{DOWN_TO_A_LINE}three")
+    terminal.send_bytes(b" \xe2\x82")
+    terminal.send_bytes(b"\xac\r")
+    terminal.ready(terminal.wait_for("(system message set)", at))
+    at = terminal.send(4 * UP + "\r")  # through the three lines of the last message
+    terminal.ready(terminal.wait_for("(--on-full stop)", at))
+    at = terminal.send("/system\r")
+    terminal.ready(terminal.wait_for("one\ntwo\nthree \u20ac\n", at))
+    terminal.send("/quit\r")
+    assert terminal.leave() == 0
+    history = tmp_path / "m3-gguf" / "history"
+    assert history.stat().st_mode & 0o777 == 0o600
+    assert "+/system one\n+two\n+three \u20ac\n" in history.read_text()
+
+
+def test_the_terminal_is_as_it_was_after_sigterm(terminal: Terminal):
+    before = terminal.attributes
+    terminal.ready()
+    assert terminal.attributes != before
+    terminal.process.send_signal(signal.SIGTERM)
+    assert terminal.leave() == 130
+    assert terminal.attributes == before
+    assert "Traceback" not in terminal.shown
+
+
+def test_a_dumb_terminal_gets_no_escape_sequences(tiny_gguf: Path, tmp_path: Path):
+    terminal = Terminal(tiny_gguf, "--seed", 1, "--thinking", "enabled", "-n", 6, term="dumb", state=tmp_path)
     try:
         terminal.wait_for("> ")
         at = terminal.send("Hello\n")
         terminal.wait_for("> ", terminal.wait_for("(cut after 6 tokens, the limit of -n)", at))
+        at = terminal.send("/context\n")
+        terminal.wait_for("> ", terminal.wait_for("tokens of this conversation", at))
         terminal.send("/quit\n")
         assert terminal.leave() == 0
         assert "\x1b" not in terminal.shown

@@ -61,6 +61,8 @@ const float *m3_vector(const m3_weight *w);
 
 void m3_cpu_embed(const m3_context *c, const m3_embed_params *p);
 void m3_cpu_prepare(const m3_context *c, const m3_prepare_params *p);
+void m3_cpu_rotate(const m3_context *c, const m3_rotate_params *p);
+void m3_cpu_low_bit(const m3_context *c, const m3_rows *rows, m3_layer_cache cache);
 bool m3_cpu_select(const m3_context *c, const m3_select_params *p);
 void m3_cpu_attend(const m3_context *c, const m3_attend_params *p);
 void m3_cpu_output(const m3_context *c, const m3_output_params *p);

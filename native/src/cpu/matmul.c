@@ -2,10 +2,18 @@
 
 #include "cpu/cpu.h"
 
-/* Integers: rows of x with which a tile is multiplied before its sums are written, and rows of x up to which weights
- * are multiplied as they are unpacked; above, unpacking once for all is cheaper. */
-#define MOST_ROWS 512
+/* Integers: rows of x whose columns of a tile stay in the second cache, tiles that are multiplied with them one after
+ * the other, and rows of x up to which weights are multiplied as they are unpacked; above, unpacking once for all is
+ * cheaper. */
+#define MOST_ROWS 128
+#define MOST_TILES 8
 #define UNPACKED_ROWS 2
+
+/* Rows of x up to which tiles are multiplied one by one: so few stay in the second cache with all of their columns. */
+#define ONE_TILE_ROWS 32
+
+/* Pieces, or lots of them, that each thread has. */
+#define PIECES 8
 
 /* Floats: output rows that one piece of work computes; fewer where there are few rows of x, for the threads' sake. */
 #define FLOAT_TILE 24
@@ -20,12 +28,10 @@
 #define FEW_COLUMNS 512
 #define FEW_ROWS 4
 
-#define CACHE_LINE 64
-
 /* What a thread holds of a product in integers, and in floats. */
 typedef struct integer_buffer {
   m3_tile tile;
-  float acc[MOST_ROWS][M3_TILE_ROWS];
+  float acc[MOST_TILES * MOST_ROWS * M3_TILE_ROWS]; /* by tile and row */
 } integer_buffer;
 
 typedef struct float_buffer {
@@ -35,7 +41,7 @@ typedef struct float_buffer {
 } float_buffer;
 
 int64_t m3_matmul_floats(void) {
-  size_t bytes = sizeof(integer_buffer) + CACHE_LINE;
+  size_t bytes = sizeof(integer_buffer) + M3_CACHE_LINE;
   return (int64_t)((bytes > sizeof(float_buffer) ? bytes : sizeof(float_buffer)) / sizeof(float));
 }
 
@@ -54,9 +60,16 @@ static const void *matrix(const m3_weight *w, int32_t expert) {
   return (const char *)w->data + (uint64_t)expert * (w->tensor->n_bytes / (uint64_t)w->tensor->ne[2]);
 }
 
-static void write_row(const m3_matmul_params *p, const piece *w, int64_t row, const float *out) {
-  float *y = w->factor->y + (w->first_row + row) * w->factor->ldy + w->first;
-  for (int64_t j = 0; j < w->count; j++) y[j] = p->add ? y[j] + out[j] : out[j];
+/* Outputs `first` to first + count - 1 of the piece of one row. */
+static void write_row(const m3_matmul_params *p, const piece *w, int64_t row, int64_t first, int64_t count,
+                      const float *out) {
+  float *restrict y = w->factor->y + (w->first_row + row) * w->factor->ldy + w->first + first;
+  if (!p->add) {
+    memcpy(y, out, (size_t)count * sizeof *y);
+    return;
+  }
+#pragma omp simd
+  for (int64_t j = 0; j < count; j++) y[j] += out[j];
 }
 
 /* Rows [r, r + n_x) of the piece, n_x at most X_ROWS. */
@@ -83,7 +96,7 @@ static void multiply_rows(const m3_context *c, const m3_matmul_params *p, const 
     }
     c->kernels->dots(&d);
   }
-  for (int64_t k = 0; k < n_x; k++) write_row(p, w, r + k, buffer->product + k * FLOAT_TILE);
+  for (int64_t k = 0; k < n_x; k++) write_row(p, w, r + k, 0, w->count, buffer->product + k * FLOAT_TILE);
 }
 
 static void multiply_floats(const m3_context *c, const m3_matmul_params *p, const piece *w, float *buffer) {
@@ -91,51 +104,58 @@ static void multiply_floats(const m3_context *c, const m3_matmul_params *p, cons
     multiply_rows(c, p, w, r, w->n - r < X_ROWS ? w->n - r : X_ROWS, (float_buffer *)buffer);
 }
 
-/* Asks for columns from `column` on that will be unpacked next: behind the last ones those of the next tile, whose rows
- * follow in memory. */
-static void fetch_tile(const piece *w, int32_t type, int64_t column) {
-  const char *from = w->weights + m3_row_bytes(type, column);
-  if (column >= w->n_in) from = w->weights + w->count * w->row_bytes, column = 0;
-  int64_t columns = w->n_in - column < M3_TILE_COLUMNS ? w->n_in - column : M3_TILE_COLUMNS;
-  int64_t bytes = m3_row_bytes(type, columns);
-  for (int64_t j = 0; j < w->count; j++)
-    for (int64_t i = 0; i < bytes; i += CACHE_LINE) __builtin_prefetch(from + j * w->row_bytes + i, 0, 3);
+static int64_t at_most(int64_t n, int64_t most) { return n < most ? n : most; }
+
+/* The tile that is unpacked after that of rows from `row` and columns from `column` on. */
+static m3_ahead next_tile(const piece *w, int32_t type, int64_t row, int64_t column) {
+  row += M3_TILE_ROWS;
+  if (row >= w->count) row = 0, column += M3_TILE_COLUMNS;
+  if (column >= w->n_in) row = w->count, column = 0; /* of the next piece, whose rows follow in memory */
+  int64_t bytes = m3_row_bytes(type, at_most(w->n_in - column, M3_TILE_COLUMNS));
+  const char *from = w->weights + row * w->row_bytes + m3_row_bytes(type, column);
+  return m3_ahead_of(from, bytes, w->row_bytes, M3_TILE_ROWS);
 }
 
-static void multiply_tile(const m3_context *c, const m3_matmul_params *p, const piece *w, integer_buffer *buffer) {
+/* All columns of the piece with n rows from row r on. */
+static void sum_tiles(const m3_context *c, const m3_matmul_params *p, const piece *w, int64_t r, int64_t n,
+                      integer_buffer *buffer) {
   const m3_products *products = c->kernels->products;
   int32_t type = w->factor->weight->tensor->type;
   m3_unpacker unpack = products->unpack[type] ? products->unpack[type] : m3_unpack;
-  const char *x = c->scratch->rounded;
-  for (int64_t r = 0; r < w->n; r += MOST_ROWS) {
-    int64_t n = w->n - r < MOST_ROWS ? w->n - r : MOST_ROWS, first = w->first_row + r;
-    memset(buffer->acc, 0, (size_t)n * sizeof buffer->acc[0]);
-    for (int64_t column = 0; column < w->n_in; column += M3_TILE_COLUMNS) {
-      int64_t columns = w->n_in - column < M3_TILE_COLUMNS ? w->n_in - column : M3_TILE_COLUMNS;
-      const char *data = w->weights + m3_row_bytes(type, column);
-      unpack(&(m3_weight_rows){w->coding, data, w->row_bytes, w->count, columns}, &buffer->tile);
-      fetch_tile(w, type, column + columns);
-      products->multiply(&(m3_tile_product){
-          .coding = w->coding,
-          .tile = &buffer->tile,
-          .first = column,
-          .n = columns,
-          .x = p->rows ? x : x + first * m3_activation_bytes(w->n_in),
-          .n_in = w->n_in,
-          .rows = p->rows ? p->rows + first : NULL,
-          .n_x = n,
-          .acc = buffer->acc[0],
-      });
+  int64_t first = w->first_row + r;
+  m3_tile_product t = {.coding = w->coding, .tile = &buffer->tile, .x = c->scratch->rounded, .n_in = w->n_in, .n_x = n};
+  if (p->rows)
+    t.rows = p->rows + first;
+  else
+    t.x += first * m3_activation_bytes(w->n_in);
+  for (t.first = 0; t.first < w->n_in; t.first += M3_TILE_COLUMNS) {
+    t.n = at_most(w->n_in - t.first, M3_TILE_COLUMNS);
+    t.acc = buffer->acc;
+    for (int64_t row = 0; row < w->count; row += M3_TILE_ROWS, t.acc += n * M3_TILE_ROWS) {
+      const char *data = w->weights + row * w->row_bytes + m3_row_bytes(type, t.first);
+      int64_t n_rows = at_most(w->count - row, M3_TILE_ROWS);
+      unpack(&(m3_weight_rows){w->coding, data, w->row_bytes, n_rows, t.n}, &buffer->tile);
+      t.ahead = next_tile(w, type, row, t.first);
+      products->multiply(&t);
     }
-    for (int64_t k = 0; k < n; k++) write_row(p, w, r + k, buffer->acc[k]);
   }
 }
 
-static void multiply_integers(const m3_context *c, const m3_matmul_params *p, const piece *w, float *buffer) {
+static void multiply_tiles(const m3_context *c, const m3_matmul_params *p, const piece *w, integer_buffer *buffer) {
+  for (int64_t r = 0; r < w->n; r += MOST_ROWS) {
+    int64_t n = at_most(w->n - r, MOST_ROWS);
+    memset(buffer->acc, 0, (size_t)(n * ((w->count + M3_TILE_ROWS - 1) / M3_TILE_ROWS * M3_TILE_ROWS)) * sizeof(float));
+    sum_tiles(c, p, w, r, n, buffer);
+    for (int64_t k = 0; k < n; k++)
+      for (int64_t row = 0; row < w->count; row += M3_TILE_ROWS)
+        write_row(p, w, r + k, row, at_most(w->count - row, M3_TILE_ROWS), buffer->acc + (row * n + k * M3_TILE_ROWS));
+  }
+}
+
+static void multiply_tile(const m3_context *c, const m3_matmul_params *p, const piece *w, integer_buffer *buffer) {
   m3_row_product row_product = c->kernels->products->row_product[w->factor->weight->tensor->type];
   if (!row_product || w->n > UNPACKED_ROWS) {
-    uintptr_t aligned = ((uintptr_t)buffer + CACHE_LINE - 1) & ~(uintptr_t)(CACHE_LINE - 1);
-    multiply_tile(c, p, w, (integer_buffer *)aligned);
+    multiply_tiles(c, p, w, buffer);
     return;
   }
   for (int64_t r = 0; r < w->n; r++) {
@@ -143,47 +163,72 @@ static void multiply_integers(const m3_context *c, const m3_matmul_params *p, co
     int64_t row = p->rows ? p->rows[w->first_row + r] : w->first_row + r;
     const char *x = (const char *)c->scratch->rounded + row * m3_activation_bytes(w->n_in);
     row_product(&(m3_weight_rows){w->coding, w->weights, w->row_bytes, w->count, w->n_in}, x, out);
-    write_row(p, w, r, out);
+    write_row(p, w, r, 0, w->count, out);
   }
 }
 
-/* All pieces of a product, numbered: experts that have rows, of each the factors, of each the tiles. */
+static void multiply_integers(const m3_context *c, const m3_matmul_params *p, const piece *w, float *buffer) {
+  uintptr_t aligned = ((uintptr_t)buffer + M3_CACHE_LINE - 1) & ~(uintptr_t)(M3_CACHE_LINE - 1);
+  if (w->n > ONE_TILE_ROWS) {
+    multiply_tiles(c, p, w, (integer_buffer *)aligned);
+    return;
+  }
+  for (int64_t row = 0; row < w->count; row += M3_TILE_ROWS) {
+    piece tile = *w;
+    tile.first += row;
+    tile.weights += row * w->row_bytes;
+    tile.count = at_most(w->count - row, M3_TILE_ROWS);
+    multiply_tile(c, p, &tile, (integer_buffer *)aligned);
+  }
+}
+
+/* All pieces of a product, numbered: experts that have rows, of each the factors, of each some tiles. */
 typedef struct pieces {
+  int64_t tiles;     /* of integers in a piece, at most */
   int64_t of_expert; /* pieces of one expert */
   int64_t n;
   int32_t n_active;
   int32_t active[M3_MAX_EXPERTS];
 } pieces;
 
-static int64_t rows_of_tile(const m3_matmul_params *p, const m3_factor *f) {
-  if (m3_coding_of(f->weight->tensor->type)) return M3_TILE_ROWS;
+static int64_t rows_of_piece(const m3_matmul_params *p, const pieces *all, const m3_factor *f) {
+  if (m3_coding_of(f->weight->tensor->type)) return all->tiles * M3_TILE_ROWS;
   return p->n <= FEW_ROWS ? FEW_FLOAT_TILE : FLOAT_TILE;
 }
 
-static int64_t tiles_of(const m3_matmul_params *p, const m3_factor *f) {
-  int64_t rows = rows_of_tile(p, f);
+static int64_t pieces_of(const m3_matmul_params *p, const pieces *all, const m3_factor *f) {
+  int64_t rows = rows_of_piece(p, all, f);
   return (f->weight->tensor->ne[1] + rows - 1) / rows;
 }
 
-static void list_pieces(const m3_matmul_params *p, pieces *out) {
-  out->of_expert = out->n_active = 0;
-  for (int32_t f = 0; f < p->n_factors; f++) out->of_expert += tiles_of(p, &p->factors[f]);
+static void count_pieces(const m3_matmul_params *p, int64_t tiles, pieces *out) {
+  out->tiles = tiles;
+  out->of_expert = 0;
+  for (int32_t f = 0; f < p->n_factors; f++) out->of_expert += pieces_of(p, out, &p->factors[f]);
+  out->n = out->n_active * out->of_expert;
+}
+
+/* Tiles cost unequally much where experts have unequally many rows: each thread has several pieces. */
+static void list_pieces(const m3_matmul_params *p, int32_t threads, pieces *out) {
+  out->n_active = 0;
   if (!p->start) out->active[out->n_active++] = 0;
   for (int32_t e = 0; p->start && e < p->n_experts; e++)
     if (p->start[e + 1] > p->start[e]) out->active[out->n_active++] = e;
-  out->n = out->n_active * out->of_expert;
+  count_pieces(p, 1, out);
+  int64_t tiles = at_most(out->n / (PIECES * threads), MOST_TILES);
+  if (p->n > ONE_TILE_ROWS && tiles > 1) count_pieces(p, tiles, out);
 }
 
 static piece piece_at(const m3_matmul_params *p, const pieces *all, int64_t index) {
   int32_t expert = all->active[index / all->of_expert];
   const m3_factor *f = p->factors;
-  for (index %= all->of_expert; index >= tiles_of(p, f); f++) index -= tiles_of(p, f);
-  int64_t rows = rows_of_tile(p, f);
+  for (index %= all->of_expert; index >= pieces_of(p, all, f); f++) index -= pieces_of(p, all, f);
+  int64_t rows = rows_of_piece(p, all, f);
   const m3_tensor *t = f->weight->tensor;
   piece w = {.factor = f, .coding = m3_coding_of(t->type), .n_in = t->ne[0], .first = index * rows};
   w.row_bytes = m3_row_bytes(t->type, w.n_in);
   w.weights = (const char *)matrix(f->weight, expert) + w.first * w.row_bytes;
-  w.count = t->ne[1] - w.first < rows ? t->ne[1] - w.first : rows;
+  w.count = at_most(t->ne[1] - w.first, rows);
   w.first_row = p->start ? p->start[expert] : 0;
   w.n = p->start ? p->start[expert + 1] - w.first_row : p->n;
   return w;
@@ -202,11 +247,10 @@ void m3_matmul(const m3_context *c, const m3_matmul_params *p) {
   int64_t n_in = p->factors[0].weight->tensor->ne[0];
   bool rounded = false;
   for (int32_t f = 0; f < p->n_factors; f++) rounded |= m3_coding_of(p->factors[f].weight->tensor->type) != NULL;
-  pieces all;
-  list_pieces(p, &all);
   int32_t threads = m3_threads_for(c, work_of(p) / 4); /* a multiply-add of a product is cheap */
-  /* Tiles cost unequally much where experts have unequally many rows: threads fetch them in small lots. */
-  int64_t lot = all.n / (8 * threads) + 1;
+  pieces all;
+  list_pieces(p, threads, &all);
+  int64_t lot = all.n / (PIECES * threads) + 1;
 #pragma omp parallel num_threads(threads)
   {
     float *buffer = s->thread + m3_thread_index() * s->thread_floats;

@@ -36,6 +36,40 @@ typedef struct m3_weight_rows {
   int64_t n;         /* columns, a multiple of 32 */
 } m3_weight_rows;
 
+enum { M3_CACHE_LINE = 64, M3_MANY_STEPS = 12 };
+
+/* Rows of memory that will be read next, from `line` of the first one on. */
+typedef struct m3_ahead {
+  const char *row;
+  int64_t bytes, stride; /* of a row, and to the next */
+  int64_t n_rows;
+  const char *line;
+} m3_ahead;
+
+static inline const char *m3_line_of(const char *at) { return at - ((uintptr_t)at & (M3_CACHE_LINE - 1)); }
+
+static inline m3_ahead m3_ahead_of(const char *row, int64_t bytes, int64_t stride, int64_t n_rows) {
+  return (m3_ahead){row, bytes, stride, n_rows, m3_line_of(row)};
+}
+
+/* Lines to fetch in each of so many steps; all with the first one if there are many, among which that is little. */
+static inline int64_t m3_ahead_lines(const m3_ahead *a, int64_t steps) {
+  int64_t all = a->n_rows * (a->bytes / M3_CACHE_LINE + 2);
+  return steps > M3_MANY_STEPS ? all : (all + steps - 1) / steps;
+}
+
+/* Asks for the next n lines. Many at once would wait for each other, and all that is read meanwhile for them. */
+static inline void m3_fetch(m3_ahead *a, int64_t n) {
+  for (; n > 0 && a->n_rows > 0; n--) {
+    __builtin_prefetch(a->line, 0, 3);
+    a->line += M3_CACHE_LINE;
+    if (a->line < a->row + a->bytes) continue;
+    a->row += a->stride;
+    a->n_rows--;
+    a->line = m3_line_of(a->row);
+  }
+}
+
 /* Products of a tile with rows of activations: adds to acc [n_x, 16], lanes beyond the tile's rows undefined.
  * Activations are read only. */
 typedef struct m3_tile_product {
@@ -47,6 +81,7 @@ typedef struct m3_tile_product {
   const int32_t *rows; /* [n_x] which rows of x, or NULL: the first n_x */
   int64_t n_x;
   float *acc;
+  m3_ahead ahead; /* fetched meanwhile */
 } m3_tile_product;
 
 /* The r-th row of activations. */

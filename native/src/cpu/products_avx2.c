@@ -9,6 +9,12 @@
 
 enum { PANEL = 8 /* rows of weights that are worked on together */ };
 
+/* Where the codes of 256 elements lie, if `codes` makes byte i of its results of bytes i of these alone. */
+typedef struct words {
+  int count; /* of 32 bytes each; 0: it does not */
+  size_t offset, stride;
+} words;
+
 /* One type. The functions are constant where this is inlined. */
 typedef struct format {
   size_t bytes; /* of 256 elements */
@@ -20,6 +26,7 @@ typedef struct format {
   void (*codes)(const void *src, int i, __m256i *v);
   void (*scales)(const void *src, float *s, float *m);
   panel_scales *panel; /* NULL: from the scales of each row */
+  words words;
 } format;
 
 /* ------------------------------------------------------------------------------------------------ panels */
@@ -194,28 +201,69 @@ INLINE void row_product(const format f, const m3_weight_rows *w, const void *x, 
 
 /* ------------------------------------------------------------------------------------------------ tiles */
 
+/* Codes of up to 8 groups from column `column` on, pairs of a row in each lane. */
+INLINE void store_codes(const format *f, __m256i v, m3_tile *out, int64_t pair, int64_t first) {
+  if (f->zero) v = _mm256_sub_epi16(v, _mm256_set1_epi16((int16_t)f->zero));
+  _mm256_store_si256((__m256i *)(void *)out->q[pair][first], v);
+}
+
+/* Of types whose codes come byte by byte from words of 32 bytes: the k-th 32-bit words of eight rows are put together
+ * to one block, of which `codes` then gives the k-th pairs of eight rows. */
+INLINE void unpack_words(const format *f, const panel *p, int64_t groups, m3_tile *out, int64_t pair, int64_t first) {
+  _Alignas(32) char block[8][MOST_BYTES_256 + 16];
+#pragma GCC unroll 8
+  for (int c = 0; c < f->words.count; c++) {
+    size_t at = f->words.offset + (size_t)c * f->words.stride;
+    __m256i w[8];
+    words_of_rows(p->row, at, w);
+    words_of_rows(p->row, at + 16, w + 4);
+#pragma GCC unroll 8
+    for (int k = 0; k < 8; k++) _mm256_storeu_si256((__m256i *)(void *)(block[k] + at), w[k]);
+  }
+  for (int k = 0; k < 8; k++) {
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+      if (2 * i >= groups) break;
+      __m256i v[4];
+      f->codes(block[k], i, v);
+      store_codes(f, v[0], out, pair + 32 * i + k, first);
+      store_codes(f, v[1], out, pair + 32 * i + 8 + k, first);
+      if (2 * i + 1 == groups) break;
+      store_codes(f, v[2], out, pair + 32 * i + 16 + k, first);
+      store_codes(f, v[3], out, pair + 32 * i + 24 + k, first);
+    }
+  }
+}
+
+INLINE void unpack_rows(const format *f, const panel *p, int64_t groups, m3_tile *out, int64_t pair, int64_t first) {
+  __m256i v[16][PANEL];
+  for (int j = 0; j < PANEL; j++) {
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+      __m256i four[4];
+      f->codes(p->row[j], i, four);
+#pragma GCC unroll 4
+      for (int k = 0; k < 4; k++) v[4 * i + k][j] = four[k];
+    }
+  }
+  for (int64_t k = 0; k < 2 * groups; k++) {
+    __m256 pairs[8];
+    m3_transpose8((const float *)(const void *)v[k], 8, (m3_f8 *)pairs);
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) store_codes(f, _mm256_castps_si256(pairs[i]), out, pair + 8 * k + i, first);
+  }
+}
+
 INLINE void unpack_panel(const format f, const m3_weight_rows *w, int64_t first, m3_tile *out) {
   panel rows;
   begin_panel(w, first, &rows);
   for (int64_t column = 0; column < w->n; column += M3_SUPERBLOCK) {
     int64_t groups = w->n - column < M3_SUPERBLOCK ? (w->n - column) / M3_ACTIVATION_GROUP : 8;
     if (f.block != f.bytes && groups < 8) pad_rows(&f, w->n - column, &rows);
-    __m256i v[16][PANEL];
-    for (int j = 0; j < PANEL; j++) {
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; i++) {
-        __m256i four[4];
-        f.codes(rows.row[j], i, four);
-#pragma GCC unroll 4
-        for (int k = 0; k < 4; k++) v[4 * i + k][j] = _mm256_sub_epi16(four[k], _mm256_set1_epi16((int16_t)f.zero));
-      }
-    }
-    for (int64_t k = 0; k < 2 * groups; k++) {
-      __m256 pairs[8];
-      m3_transpose8((const float *)(const void *)v[k], 8, (m3_f8 *)pairs);
-#pragma GCC unroll 8
-      for (int p = 0; p < 8; p++) _mm256_store_ps((float *)(void *)out->q[column / 2 + 8 * k + p][first], pairs[p]);
-    }
+    if (f.words.count)
+      unpack_words(&f, &rows, groups, out, column / 2, first);
+    else
+      unpack_rows(&f, &rows, groups, out, column / 2, first);
     __m256 s[16], m[16];
     scales_of_panel(&f, &rows, s, m);
     int64_t at = column / M3_SUPERBLOCK * f.groups;
@@ -233,39 +281,32 @@ INLINE void unpack(const format f, const m3_weight_rows *w, m3_tile *out) {
 
 /* ------------------------------------------------------------------------------------------------ many rows of x */
 
-enum { X_ROWS = 4 };
+/* As many as there are registers for: their sums of integers and of floats. The last four rows are taken together. */
+enum { X_ROWS = 3, LAST_ROWS = 4 };
 
-/* Adds `count` pairs from pair `pair` of group g to the sums of n rows of x and 16 rows of weights. */
-INLINE void add_pairs(const m3_tile *t, int64_t pair, int count, const int16_t *const *x, int64_t at, int n,
+/* Adds `count` pairs from pair `pair` of the tile to the sums of n rows of x and 16 rows of weights. The first of them
+ * begin the sums if `begin` is set. */
+INLINE void add_pairs(const m3_tile *t, int64_t pair, int count, const int16_t *const *x, int64_t at, int n, bool begin,
                       __m256i (*sum)[2]) {
 #pragma GCC unroll 16
   for (int p = 0; p < count; p++) {
-    __m256i w0 = _mm256_load_si256((const __m256i *)(const void *)t->q[pair + p][0]);
-    __m256i w1 = _mm256_load_si256((const __m256i *)(const void *)t->q[pair + p][8]);
-    /* Else the compiler loads them anew for each row, more than the two loads a cycle. */
-    __asm__("" : "+x"(w0), "+x"(w1));
+    __m256i w[2];
+#pragma GCC unroll 2
+    for (int k = 0; k < 2; k++) {
+      w[k] = _mm256_load_si256((const __m256i *)(const void *)t->q[pair + p][8 * k]);
+      /* Else the compiler loads them anew for each row, more than the two loads a cycle. */
+      __asm__("" : "+x"(w[k]));
+    }
 #pragma GCC unroll 4
     for (int r = 0; r < n; r++) {
       __m256i two = _mm256_set1_epi32((int)word32(x[r] + at + 2 * p));
-      sum[r][0] = _mm256_add_epi32(sum[r][0], _mm256_madd_epi16(w0, two));
-      sum[r][1] = _mm256_add_epi32(sum[r][1], _mm256_madd_epi16(w1, two));
-      /* Else the compiler orders the sums anew and spills them. */
-      __asm__("" : "+x"(sum[r][0]), "+x"(sum[r][1]));
-    }
-  }
-}
-
-/* Adds sums of group `group` of the type, `at` of the activations. `min` may be NULL. */
-INLINE void add_sums(__m256i (*sum)[2], const float *weight_scale, const float *const *scale, int64_t at,
-                     const float *min, const float *const *x_sum, int64_t group, int n, float *acc) {
-#pragma GCC unroll 4
-  for (int r = 0; r < n; r++) {
-    __m256 s = _mm256_broadcast_ss(scale[r] + at), m = min ? _mm256_broadcast_ss(x_sum[r] + group) : s;
 #pragma GCC unroll 2
-    for (int k = 0; k < 2; k++) {
-      float *to = acc + r * M3_TILE_ROWS + 8 * k;
-      __m256 y = add_scaled(_mm256_loadu_ps(to), sum[r][k], _mm256_load_ps(weight_scale + 8 * k), s);
-      _mm256_storeu_ps(to, min ? _mm256_fnmadd_ps(_mm256_load_ps(min + 8 * k), m, y) : y);
+      for (int k = 0; k < 2; k++) {
+        __m256i product = _mm256_madd_epi16(w[k], two);
+        sum[r][k] = begin && p == 0 ? product : _mm256_add_epi32(sum[r][k], product);
+        /* Else the compiler orders the sums anew and spills them. */
+        __asm__("" : "+x"(sum[r][k]));
+      }
     }
   }
 }
@@ -273,35 +314,53 @@ INLINE void add_sums(__m256i (*sum)[2], const float *weight_scale, const float *
 /* n rows of activations with a tile. */
 INLINE void multiply_rows(const m3_tile_product *p, const m3_activations *a, int n, bool halved, bool minima,
                           float *acc) {
-  const int16_t *x[X_ROWS];
-  const float *scale[X_ROWS], *sums[X_ROWS];
+  const int16_t *x[LAST_ROWS];
+  const float *scale[LAST_ROWS], *x_sum[LAST_ROWS];
+  __m256 total[LAST_ROWS][2];
   int64_t first = p->first / M3_ACTIVATION_GROUP;
 #pragma GCC unroll 4
   for (int r = 0; r < n; r++) {
     x[r] = a[r].q + p->first;
     scale[r] = a[r].scale + first;
-    sums[r] = halved ? a[r].half_sum + 2 * first : a[r].sum + first;
+    x_sum[r] = halved ? a[r].half_sum + 2 * first : a[r].sum + first;
+    total[r][0] = _mm256_loadu_ps(acc + r * M3_TILE_ROWS);
+    total[r][1] = _mm256_loadu_ps(acc + r * M3_TILE_ROWS + 8);
   }
   for (int64_t g = 0; g < p->n / M3_ACTIVATION_GROUP; g++)
     for (int h = 0; h < (halved ? 2 : 1); h++) {
       int64_t group = halved ? 2 * g + h : g;
-      __m256i sum[X_ROWS][2];
-#pragma GCC unroll 4
-      for (int r = 0; r < n; r++) sum[r][0] = sum[r][1] = _mm256_setzero_si256();
+      __m256i sum[LAST_ROWS][2];
       if (halved) {
-        add_pairs(p->tile, 16 * g + 4 * h, 4, x, 32 * g + 8 * h, n, sum);
-        add_pairs(p->tile, 16 * g + 4 * h + 8, 4, x, 32 * g + 8 * h + 16, n, sum);
+        add_pairs(p->tile, 16 * g + 4 * h, 4, x, 32 * g + 8 * h, n, true, sum);
+        add_pairs(p->tile, 16 * g + 4 * h + 8, 4, x, 32 * g + 8 * h + 16, n, false, sum);
       } else {
-        add_pairs(p->tile, 16 * g, 16, x, 32 * g, n, sum);
+        add_pairs(p->tile, 16 * g, 16, x, 32 * g, n, true, sum);
       }
-      add_sums(sum, p->tile->scale[group], scale, g, minima ? p->tile->min[group] : NULL, sums, group, n, acc);
+#pragma GCC unroll 4
+      for (int r = 0; r < n; r++) {
+        __m256 s = _mm256_broadcast_ss(scale[r] + g), m = minima ? _mm256_broadcast_ss(x_sum[r] + group) : s;
+#pragma GCC unroll 2
+        for (int k = 0; k < 2; k++) {
+          __m256 y = add_scaled(total[r][k], sum[r][k], _mm256_load_ps(p->tile->scale[group] + 8 * k), s);
+          total[r][k] = minima ? _mm256_fnmadd_ps(_mm256_load_ps(p->tile->min[group] + 8 * k), m, y) : y;
+          /* Else the compiler keeps them in memory. */
+          if (n <= X_ROWS) __asm__("" : "+x"(total[r][k]));
+        }
+      }
     }
+#pragma GCC unroll 4
+  for (int r = 0; r < n; r++)
+    for (int k = 0; k < 2; k++) _mm256_storeu_ps(acc + r * M3_TILE_ROWS + 8 * k, total[r][k]);
 }
 
 INLINE void multiply_kind(const m3_tile_product *p, bool halved, bool minima) {
-  for (int64_t r = 0; r < p->n_x; r += X_ROWS) {
-    m3_activations a[X_ROWS];
-    int64_t n = p->n_x - r < X_ROWS ? p->n_x - r : X_ROWS;
+  m3_ahead ahead = p->ahead;
+  int64_t lines = m3_ahead_lines(&ahead, (p->n_x + X_ROWS - 1) / X_ROWS);
+  for (int64_t r = 0, n; r < p->n_x; r += n) {
+    m3_fetch(&ahead, lines);
+    int64_t left = p->n_x - r;
+    n = left == LAST_ROWS || left < X_ROWS ? left : X_ROWS;
+    m3_activations a[LAST_ROWS];
     for (int64_t k = 0; k < n; k++) a[k] = m3_activations_of(p, r + k);
     float *acc = p->acc + r * M3_TILE_ROWS;
     switch (n) {
@@ -382,37 +441,43 @@ static void round_row(const float *x, int64_t n, void *out) {
 
 /* ------------------------------------------------------------------------------------------------ types */
 
-#define FORMAT(name, blocks, groups, minima, by_row, panel)                                                   \
-  ((format){(blocks) * sizeof(m3_block_##name), sizeof(m3_block_##name), groups, minima, zero_##name, by_row, \
-            codes_##name, scales_##name, panel})
-#define TYPE(name, blocks, groups, minima, by_row, panel)                          \
+#define FORMAT(name, blocks, groups, minima, by_row, panel, ...) \
+  ((format){(blocks) * sizeof(m3_block_##name),                  \
+            sizeof(m3_block_##name),                             \
+            groups,                                              \
+            minima,                                              \
+            zero_##name,                                         \
+            by_row,                                              \
+            codes_##name,                                        \
+            scales_##name,                                       \
+            panel,                                               \
+            {__VA_ARGS__}})
+#define TYPE(name, ...)                                                            \
   static void product_##name(const m3_weight_rows *w, const void *x, float *out) { \
-    row_product(FORMAT(name, blocks, groups, minima, by_row, panel), w, x, out);   \
+    row_product(FORMAT(name, __VA_ARGS__), w, x, out);                             \
   }                                                                                \
-  static void unpack_##name(const m3_weight_rows *w, m3_tile *out) {               \
-    unpack(FORMAT(name, blocks, groups, minima, by_row, panel), w, out);           \
-  }
+  static void unpack_##name(const m3_weight_rows *w, m3_tile *out) { unpack(FORMAT(name, __VA_ARGS__), w, out); }
 
-TYPE(q4_0, 8, 8, false, true, panel_q4_0)
-TYPE(q4_1, 8, 8, true, true, panel_q4_1)
-TYPE(q5_0, 8, 8, false, true, panel_q5_0)
-TYPE(q5_1, 8, 8, true, true, panel_q5_1)
-TYPE(q8_0, 8, 8, false, false, panel_q8_0)
-TYPE(iq4_nl, 8, 8, false, true, panel_iq4_nl)
-TYPE(mxfp4, 8, 8, false, true, NULL)
-TYPE(q2_k, 1, 16, true, false, panel_q2_k)
-TYPE(q3_k, 1, 16, false, false, panel_q3_k)
-TYPE(q4_k, 1, 8, true, false, panel_q4_k)
-TYPE(q5_k, 1, 8, true, false, panel_q5_k)
-TYPE(q6_k, 1, 16, false, false, panel_q6_k)
-TYPE(iq4_xs, 1, 8, false, false, panel_iq4_xs)
-TYPE(iq2_xxs, 1, 8, false, true, NULL)
-TYPE(iq2_xs, 1, 16, false, true, NULL)
-TYPE(iq2_s, 1, 16, false, true, NULL)
-TYPE(iq3_xxs, 1, 8, false, true, NULL)
-TYPE(iq3_s, 1, 8, false, true, NULL)
-TYPE(iq1_s, 1, 8, false, true, NULL)
-TYPE(iq1_m, 1, 16, false, true, NULL)
+TYPE(q4_0, 8, 8, false, true, panel_q4_0, 0)
+TYPE(q4_1, 8, 8, true, true, panel_q4_1, 0)
+TYPE(q5_0, 8, 8, false, true, panel_q5_0, 0)
+TYPE(q5_1, 8, 8, true, true, panel_q5_1, 0)
+TYPE(q8_0, 8, 8, false, false, panel_q8_0, 8, offsetof(m3_block_q8_0, q), sizeof(m3_block_q8_0))
+TYPE(iq4_nl, 8, 8, false, true, panel_iq4_nl, 0)
+TYPE(mxfp4, 8, 8, false, true, NULL, 0)
+TYPE(q2_k, 1, 16, true, false, panel_q2_k, 2, offsetof(m3_block_q2_k, q), 32)
+TYPE(q3_k, 1, 16, false, false, panel_q3_k, 3, 0, 32) /* hmask, q */
+TYPE(q4_k, 1, 8, true, false, panel_q4_k, 4, offsetof(m3_block_q4_k, q), 32)
+TYPE(q5_k, 1, 8, true, false, panel_q5_k, 5, offsetof(m3_block_q5_k, qh), 32) /* qh, q */
+TYPE(q6_k, 1, 16, false, false, panel_q6_k, 6, 0, 32)                         /* ql, qh */
+TYPE(iq4_xs, 1, 8, false, false, panel_iq4_xs, 0)
+TYPE(iq2_xxs, 1, 8, false, true, NULL, 0)
+TYPE(iq2_xs, 1, 16, false, true, NULL, 0)
+TYPE(iq2_s, 1, 16, false, true, NULL, 0)
+TYPE(iq3_xxs, 1, 8, false, true, NULL, 0)
+TYPE(iq3_s, 1, 8, false, true, NULL, 0)
+TYPE(iq1_s, 1, 8, false, true, NULL, 0)
+TYPE(iq1_m, 1, 16, false, true, NULL, 0)
 
 #define PRODUCT(name) product_##name
 #define UNPACK(name) unpack_##name

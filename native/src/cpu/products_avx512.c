@@ -74,7 +74,10 @@ INLINE void multiply_rows(const m3_tile_product *p, const m3_activations *a, int
 }
 
 INLINE void multiply_kind(const m3_tile_product *p, bool halves, bool minima) {
+  m3_ahead ahead = p->ahead;
+  int64_t lines = m3_ahead_lines(&ahead, (p->n_x + X_ROWS - 1) / X_ROWS);
   for (int64_t r = 0; r < p->n_x; r += X_ROWS) {
+    m3_fetch(&ahead, lines);
     m3_activations a[X_ROWS];
     int64_t n = p->n_x - r < X_ROWS ? p->n_x - r : X_ROWS;
     for (int64_t k = 0; k < n; k++) a[k] = m3_activations_of(p, r + k);

@@ -14,8 +14,11 @@ enum {
   zero_iq1_m = 0
 };
 
+/* Four runs side by side. Broadcasts are loads alone, and blends run anywhere; insertions are two steps each. */
 INLINE __m256i runs_of_8(uint64_t a, uint64_t b, uint64_t c, uint64_t d) {
-  return _mm256_setr_epi64x((int64_t)a, (int64_t)b, (int64_t)c, (int64_t)d);
+  __m256i low = _mm256_blend_epi32(_mm256_set1_epi64x((int64_t)a), _mm256_set1_epi64x((int64_t)b), 0x0c);
+  __m256i high = _mm256_blend_epi32(_mm256_set1_epi64x((int64_t)c), _mm256_set1_epi64x((int64_t)d), 0xc0);
+  return _mm256_blend_epi32(low, high, 0xf0);
 }
 
 /* Magnitudes of 32 elements, negative where all bits of a byte are set. */
@@ -45,16 +48,39 @@ INLINE __m256i spread_signs(__m256i signs, int k) {
   return _mm256_cmpeq_epi8(_mm256_and_si256(_mm256_shuffle_epi8(four, from), bit), bit);
 }
 
+/* By the 7 sign bits of a run, of which the eighth makes the number of negative ones even: 1 or -1 for each element. */
+#define SIGN(n, bit) ((uint64_t)((bit) ? 0xff : 1) << 8 * (n))
+#define BIT(i, n) ((i) >> (n) & 1)
+#define PARITY(i) (BIT(i, 0) ^ BIT(i, 1) ^ BIT(i, 2) ^ BIT(i, 3) ^ BIT(i, 4) ^ BIT(i, 5) ^ BIT(i, 6))
+#define SIGNS_1(i)                                                                                         \
+  SIGN(0, BIT(i, 0)) | SIGN(1, BIT(i, 1)) | SIGN(2, BIT(i, 2)) | SIGN(3, BIT(i, 3)) | SIGN(4, BIT(i, 4)) | \
+      SIGN(5, BIT(i, 5)) | SIGN(6, BIT(i, 6)) | SIGN(7, PARITY(i))
+#define SIGNS_4(i) SIGNS_1(i), SIGNS_1((i) + 1), SIGNS_1((i) + 2), SIGNS_1((i) + 3)
+#define SIGNS_16(i) SIGNS_4(i), SIGNS_4((i) + 4), SIGNS_4((i) + 8), SIGNS_4((i) + 12)
+#define SIGNS_64(i) SIGNS_16(i), SIGNS_16((i) + 16), SIGNS_16((i) + 32), SIGNS_16((i) + 48)
+_Alignas(64) static const uint64_t signs_of_run[128] = {SIGNS_64(0), SIGNS_64(64)};
+#undef SIGN
+#undef BIT
+#undef PARITY
+#undef SIGNS_1
+#undef SIGNS_4
+#undef SIGNS_16
+#undef SIGNS_64
+
+/* Of four runs by a word with four times 7 bits. */
+INLINE __m256i signs_of_word(uint32_t w) {
+  return runs_of_8(signs_of_run[w & 127], signs_of_run[w >> 7 & 127], signs_of_run[w >> 14 & 127],
+                   signs_of_run[w >> 21 & 127]);
+}
+
 INLINE void codes_iq2_xxs(const void *src, int i, __m256i *v) {
   const m3_block_iq2_xxs *b = src;
-  const __m256i words = _mm256_setr_epi32(1, 1, 1, 1, 3, 3, 3, 3);
-  __m256i signs = signs_of_words(_mm256_permutevar8x32_epi32(twice(load16(b->q + 8 * i)), words));
 #pragma GCC unroll 2
   for (int k = 0; k < 2; k++) {
-    uint32_t w = word32(b->q + 8 * i + 4 * k);
-    __m256i grid = runs_of_8(word64(m3_iq2_xxs_grid[w & 255]), word64(m3_iq2_xxs_grid[w >> 8 & 255]),
-                             word64(m3_iq2_xxs_grid[w >> 16 & 255]), word64(m3_iq2_xxs_grid[w >> 24]));
-    split_signs(grid, spread_signs(signs, k), v + 2 * k);
+    const uint8_t *q = (const uint8_t *)(b->q + 8 * i + 4 * k);
+    __m256i grid = runs_of_8(word64(m3_iq2_xxs_grid[q[0]]), word64(m3_iq2_xxs_grid[q[1]]),
+                             word64(m3_iq2_xxs_grid[q[2]]), word64(m3_iq2_xxs_grid[q[3]]));
+    split_signed(_mm256_sign_epi8(grid, signs_of_word(word32(q + 4))), v + 2 * k);
   }
 }
 

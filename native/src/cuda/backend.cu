@@ -96,6 +96,7 @@ static void close_state(m3_device_state *s) {
   cudaFreeHost(s->host_broken);
   cudaFreeHost(s->host_places);
   free(s->mirror);
+  if (s->rows_sent) cudaEventDestroy(s->rows_sent);
   if (s->stream) cudaStreamDestroy(s->stream);
   free(s);
 }
@@ -124,6 +125,7 @@ static m3_status fill_state(const m3_state_params *p, m3_device_state *s, m3_err
   if (error == cudaSuccess) error = cudaHostAlloc((void **)&s->host_broken, 4, cudaHostAllocDefault);
   size_t places = (size_t)places_bytes(p->hparams, p->chunk);
   if (error == cudaSuccess) error = cudaHostAlloc((void **)&s->host_places, places, cudaHostAllocDefault);
+  if (error == cudaSuccess) error = cudaEventCreateWithFlags(&s->rows_sent, cudaEventDisableTiming);
   if (error == cudaSuccess) error = inquire(s);
   if (error != cudaSuccess) return fail(err, error, "opening a session");
   piece list[PIECES];
@@ -312,6 +314,11 @@ static const m3_backend cuda_backend = {
     .weight_alloc = take,
     .weight_load = weight_load,
     .weight_free = weight_free,
+    .host_alloc = m3_cuda_host_alloc,
+    .host_free = m3_cuda_host_free,
+    .send_rows = m3_cuda_send_rows,
+    .rows_sent = m3_cuda_rows_sent,
+    .add_sums = m3_cuda_add_sums,
     .memory = memory,
     .describe = describe,
     .describe_msa = m3_hopper_describe,
@@ -324,6 +331,8 @@ static const m3_backend cuda_backend = {
     .recorded = m3_cuda_recorded,
     .embed = m3_cuda_embed,
     .prepare = m3_cuda_prepare,
+    .rotate = m3_cuda_rotate,
+    .low_bit = NULL,
     .select = m3_cuda_select,
     .attend = m3_cuda_attend,
     .output = m3_cuda_output,

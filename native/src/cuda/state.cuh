@@ -73,7 +73,8 @@ struct m3_device_state {
   int64_t attention_floats;
   m3_hopper hopper;
   void *hopper_work;
-  m3_replays *replays; /* steps that were kept, see replay.cu */
+  m3_replays *replays;   /* steps that were kept, see replay.cu */
+  cudaEvent_t rows_sent; /* rows whose experts the CPU computes are in its memory, see host_experts.cu */
 };
 
 /* What is larger than every code of a broken number: all bytes equal, so that a memset sets it. */
@@ -194,6 +195,7 @@ void m3_cuda_norm(m3_device_state *s, const m3_context *c, const float *x, const
 
 void m3_cuda_embed(const m3_context *c, const m3_embed_params *p);
 void m3_cuda_prepare(const m3_context *c, const m3_prepare_params *p);
+void m3_cuda_rotate(const m3_context *c, const m3_rotate_params *p);
 bool m3_cuda_select(const m3_context *c, const m3_select_params *p);
 void m3_cuda_attend(const m3_context *c, const m3_attend_params *p);
 void m3_cuda_output(const m3_context *c, const m3_output_params *p);
@@ -203,6 +205,12 @@ void m3_cuda_experts(const m3_context *c, const m3_ffn_params *p);
 void m3_cuda_shared(const m3_context *c, const m3_ffn_params *p);
 void m3_cuda_head(const m3_context *c, const m3_head_params *p);
 bool m3_cuda_finite(const m3_context *c, const float *x, int64_t n, m3_part part);
+
+m3_status m3_cuda_host_alloc(uint64_t bytes, const char *purpose, void **out, m3_error *err);
+void m3_cuda_host_free(m3_device_state *s, void *p);
+void m3_cuda_send_rows(const m3_context *c, const m3_host_rows *rows);
+bool m3_cuda_rows_sent(const m3_context *c);
+void m3_cuda_add_sums(const m3_context *c, const m3_host_rows *rows, float *hidden);
 
 /* Steps of decoding that repeat. close takes NULL. */
 bool m3_cuda_replay(const m3_context *c, const m3_step *step);

@@ -1,5 +1,6 @@
 """m3-check-selection as a command: help, the page, progress, Ctrl-C."""
 
+import errno
 import signal
 import subprocess
 import sys
@@ -31,6 +32,7 @@ def test_help(m3_check_selection):
         "--state",
         "--json",
         "Exit codes",
+        "70 a bug",
         "not the mean",
     ):
         assert part in " ".join(run.out.split())
@@ -49,6 +51,16 @@ def test_a_page_that_cannot_be_written_is_refused_before_the_work(
     tiny_gguf, tiny_q8_gguf, coarse_index, m3_check_selection, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(check_cli, "run_check", lambda _: pytest.fail("it was checked"))
+    closed = tmp_path / "closed.html"
+    closed.write_text("<!doctype html>")
+    opened = Path.open
+
+    def refuse(path, *mode):  # as for anyone but root with mode 000
+        if path.name == closed.name:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return opened(path, *mode)
+
+    monkeypatch.setattr(Path, "open", refuse)
     for page, message in (
         (tmp_path / "absent" / "x.html", "absent does not exist"),
         (tmp_path, "expected a file name for the report, found a folder"),
@@ -56,6 +68,7 @@ def test_a_page_that_cannot_be_written_is_refused_before_the_work(
         (coarse_index, "is part of the source"),
         (tiny_q8_gguf, "is there already and is no HTML page"),
         (tmp_path / ("x" * 300), "File name too long"),
+        (closed, "is there already and cannot be read: expected an HTML page"),
     ):
         run = m3_check_selection(tiny_gguf, coarse_index, *EXAMPLE, "--report", page)
         assert (run.code, run.out) == (2, "") and message in run.error and str(page) in run.error

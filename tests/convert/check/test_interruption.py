@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from m3_convert import check, check_cli, page, walk_state
+from m3_convert import check, check_cli, report_page, walk_state
 from m3_convert.walk_state import WalkState, default_folder, state_folder
 from m3_convert.walker import Walker
 from m3_runtime.errors import MachineError
@@ -53,6 +53,7 @@ def test_ctrl_c_and_again(tiny_checkpoint, tiny_q8_gguf, m3_check_selection, sta
     assert (stopped.code, stopped.out) == (130, "")
     if layer == 0:
         assert list(states.glob("*")) == [] and "goes on" not in stopped.err
+        assert "nothing had been saved yet (it is once a minute): the same command starts anew" in stopped.err
         return
     (folder,) = states.glob("*")
     assert [file.name for file in folder.glob("*")] == ["state.npz"]
@@ -114,7 +115,7 @@ def test_other_checks_have_other_states(tiny_gguf, tiny_q8_gguf, tmp_path, m3_ch
         for more in options:
             m3_check_selection(tiny_gguf, tiny_q8_gguf, *run, *more)
     assert len(list(states.glob("*"))) == len(options)
-    # Threads and thresholds change nothing; a file that was written anew may be another.
+    # Threads and thresholds change nothing; a file of another name is another.
     for _ in interrupted_in(monkeypatch, 1):
         m3_check_selection(tiny_gguf, tiny_q8_gguf, *run, "--threads", 2, "--max-kld", 1)
         assert len(list(states.glob("*"))) == len(options)
@@ -122,6 +123,32 @@ def test_other_checks_have_other_states(tiny_gguf, tiny_q8_gguf, tmp_path, m3_ch
         copy.write_bytes(tiny_q8_gguf.read_bytes())
         m3_check_selection(tiny_gguf, copy, *run)
     assert len(list(states.glob("*"))) == len(options) + 1
+
+
+@pytest.mark.parametrize("changed", ["candidate", "text", "program"])
+def test_a_state_of_what_has_changed_is_removed(
+    tiny_gguf, tiny_q8_gguf, m3_check_selection, states, monkeypatch, tmp_path, changed
+):
+    """Nobody would ask for it again, and it may be gigabytes."""
+    candidate, text = tmp_path / "candidate.gguf", tmp_path / "text"
+    candidate.write_bytes(tiny_q8_gguf.read_bytes())
+    text.write_text("some words of a text\n" * 80)
+    command = (tiny_gguf, candidate, *RUN, "--state", states, "--text", text)
+    for _ in interrupted_in(monkeypatch, 1):
+        m3_check_selection(*command)
+    (folder,) = states.glob("*")
+    if changed == "candidate":
+        candidate.write_bytes(tiny_gguf.read_bytes())
+    elif changed == "text":
+        text.write_text("other words of a text\n" * 80)
+    else:
+        monkeypatch.setattr(check, "library_hash", lambda: "of another library")
+    for _ in interrupted_in(monkeypatch, 1):
+        run = m3_check_selection(*command)
+    assert f"note: {folder}: removed what an earlier run had saved; models, text or program have changed" in run.err
+    assert "going on" not in run.err and list(states.glob("*")) == [folder]
+    again = m3_check_selection(*command)
+    assert "going on after layer 1 of 3" in again.err and list(states.glob("*")) == []
 
 
 def test_restart(tiny_gguf, tiny_q8_gguf, m3_check_selection, states, monkeypatch):
@@ -204,7 +231,7 @@ def test_the_state_stays_until_all_is_written(
         if lost == "print":
             patch.setattr(check_cli, "print", fail, raising=False)
         else:
-            patch.setattr(page if lost == "write_page" else check_cli, lost, fail)
+            patch.setattr(report_page if lost == "write_page" else check_cli, lost, fail)
         run = m3_check_selection(*command)
     assert run.code == 4 and run.error.endswith("the disk is full")
     (folder,) = states.glob("*")

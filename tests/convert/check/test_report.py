@@ -7,8 +7,8 @@ import pytest
 
 from convert.check.small_check import EXAMPLE, FIRST, LONG, N, cells
 from m3_convert import report_json
-from m3_convert.layered_model import tensor_group
 from m3_convert.notation import percent, share
+from m3_convert.tensor_group import tensor_group
 from m3_convert.text_sample import load_text
 from m3_runtime import GGUF, Model
 from m3_runtime.text import ChatTokenizer

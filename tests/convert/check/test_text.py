@@ -1,16 +1,20 @@
 """The text of a check, and whether it gave any query a choice."""
 
 import hashlib
+import io
+import os
 from dataclasses import replace
 from importlib.resources import files
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from convert.check.small_check import EXAMPLE, FIRST
-from m3_convert import comparable
+from m3_convert import comparable, text_sample
 from m3_convert.text_sample import load_text, sample_text
 from m3_runtime import Model, NothingTestedError
+from m3_runtime.errors import InputError
 from m3_runtime.text import ChatTokenizer
 
 NOTHING_TESTED = 3
@@ -79,6 +83,54 @@ def test_a_text_that_is_not_utf_8(tiny_gguf, m3_check_selection, tmp_path):
     assert "expected UTF-8, found byte 0xe9 at offset 3" in run.error
     run = m3_check_selection(tiny_gguf, tiny_gguf, "--text", tmp_path / "absent")
     assert run.code == 2 and "absent: the text cannot be read: No such file" in run.error
+
+
+@pytest.fixture
+def book():
+    return ("Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich. " * 8).encode()
+
+
+def given(monkeypatch, content, terminal=False):
+    """Standard input with this content."""
+    stream = SimpleNamespace(isatty=lambda: terminal, buffer=io.BytesIO(content))
+    monkeypatch.setattr(text_sample.sys, "stdin", stream)
+
+
+def test_the_text_of_standard_input(tiny_gguf, m3_check_selection, monkeypatch, book):
+    given(monkeypatch, book)
+    text = m3_check_selection(tiny_gguf, tiny_gguf, "--text", "-", "--threads", 1, "--json").json["text"]
+    assert (text["name"], text["sha256"]) == ("standard input", hashlib.sha256(book).hexdigest())
+    given(monkeypatch, b"", terminal=True)
+    run = m3_check_selection(tiny_gguf, tiny_gguf, "--text", "-")
+    assert (run.code, run.out) == (2, "")
+    assert "standard input: expected a text from a file or a pipe, found a terminal" in run.error
+
+
+def test_the_text_of_a_command_of_the_shell(book):
+    """bash hands m3-check-selection --text <(command) the name of an open pipe."""
+    read, write = os.pipe()
+    os.write(write, book)
+    os.close(write)
+    text = load_text(Path(f"/dev/fd/{read}"))
+    os.close(read)
+    assert text.content == book.decode() and text.name == f"/dev/fd/{read}"
+
+
+def test_a_pipe_that_does_not_end(monkeypatch, book):
+    monkeypatch.setattr(text_sample, "STREAM_BYTES", len(book))
+    given(monkeypatch, book)
+    assert load_text(Path("-")).n_bytes == len(book)
+    given(monkeypatch, book + b".")
+    with pytest.raises(InputError, match=r"^standard input: expected at most .* from a pipe, found more; give a file$"):
+        load_text(Path("-"))
+
+
+def test_a_pipe_that_nobody_writes_to(tiny_gguf, m3_check_selection, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path, kind in ((tmp_path / "pipe", "a named pipe"), (Path("/dev/zero"), "a device")):
+        run = m3_check_selection(tiny_gguf, tiny_gguf, "--text", path)
+        assert (run.code, run.out) == (2, "")
+        assert f"{path}: expected a text in a file (- is standard input), found {kind}" in run.error
 
 
 def test_no_more_text_is_tokenized_than_needed(tiny_gguf):

@@ -64,3 +64,8 @@ def test_a_threshold_of_minus_zero_is_zero(tiny_gguf, m3_check_selection, option
     run = m3_check_selection(tiny_gguf, tiny_gguf, "--context", 150, option, "-0", "--json")
     assert run.code == 0 and "-0" not in run.json["verdict"]["text"]
     assert str(run.json["thresholds"][option.lstrip("-").replace("-", "_")]) == "0.0"
+
+
+def test_a_number_that_is_nearly_allowed(tiny_gguf, m3_check_selection):
+    run = m3_check_selection(tiny_gguf, tiny_gguf, "--min-overlap", "1.0000001")
+    assert (run.code, run.error) == (2, "m3-check-selection: --min-overlap is 1.0000001, expected 0 to 1")

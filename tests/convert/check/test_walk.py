@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from convert.check.small_check import EXAMPLE, FIRST, LISTS, N, assert_exactly_equal
-from m3_convert import check, check_runs, layer_walk, walker
+from m3_convert import check, check_runs, check_walk, walker
 from m3_convert.check_runs import CheckRuns
 from m3_convert.comparison import LayerComparison
 from m3_convert.layered_model import open_layered
@@ -37,7 +37,7 @@ def test_layer_by_layer_equals_the_whole_model(request, m3_convert, monkeypatch,
     ids = np.random.default_rng(1).integers(0, 900, n).astype(np.int32)
     options = walker.WalkOptions(threads=1)
     with open_layered(path) as reference, open_layered(path) as candidate:
-        layer_walk.walk(CheckRuns(reference, candidate, options, options, logits=False), ids)
+        check_walk.walk(CheckRuns(reference, candidate, options, options, logits=False), ids)
     with (
         Model(file) as model,
         model.session(context=n, record=("blocks", "scores", "mass"), threads=1) as session,

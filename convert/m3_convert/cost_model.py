@@ -20,7 +20,7 @@ LEAST_SLOPE = 0.3  #: of measured over predicted harm, in logarithms: less is no
 
 
 @dataclass(frozen=True)
-class Landscape:
+class CostModel:
     """Sizes and harms of all choices. ladders: types by tensor. costs: harm of a unit of error by tensor, [harms]."""
 
     ladders: Mapping[str, Ladder]

@@ -19,8 +19,8 @@ from m3_convert.chart import (
     Tick,
 )
 from m3_convert.flip_margin import NEAR_TIE
-from m3_convert.layer_summary import LayerSummary, query_heads_of, worst_head
-from m3_convert.notation import count, decimal, more_bytes, percent, share
+from m3_convert.notation import count, decimal, exact, more_bytes, percent, share
+from m3_convert.report_layer import LayerSummary, query_heads_of, worst_head
 
 Json = Mapping[str, Any]
 
@@ -89,7 +89,7 @@ def overlap_chart(report: Json) -> RangeChart:
         f"{worst['head']} of layer {worst['layer']} with {share(worst['overlap_mean'])}."
     )
     wanted = report["thresholds"]["min_overlap"]
-    threshold = None if wanted is None else Tick(chart.overlap_place(wanted), f"{wanted:g}")
+    threshold = None if wanted is None else Tick(chart.overlap_place(wanted), exact(wanted))
     return RangeChart(label, "overlap", chart.overlap_ticks(), rows, threshold)
 
 

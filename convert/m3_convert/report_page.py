@@ -11,7 +11,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from m3_convert import figure, notation
+from m3_convert import notation, report_charts
 from m3_convert.disk_room import DISK_FAULTS
 from m3_convert.whole_file import whole_file
 from m3_runtime.errors import InputError, MachineError
@@ -51,14 +51,14 @@ def render_page(report: Json) -> str:
         failed=verdict["failed"],
         sections=_sections(report),
         figures=_figures(report),
-        strips=[figure.block_strip(report, query) for query in report["worst"]],
+        strips=[report_charts.block_strip(report, query) for query in report["worst"]],
         groups=list(dict.fromkeys((*report["reference"]["types"], *report["candidate"]["types"]))),
     )
 
 
 def _sections(report: Json) -> list[tuple[str, str]]:
     """Ids and names of the sections that this report has."""
-    lists = figure.compares_lists(report)
+    lists = report_charts.compares_lists(report)
     sections = {
         "numbers": ("Key numbers", True),
         "agreement": ("Blocks read", True),
@@ -75,16 +75,16 @@ def _sections(report: Json) -> list[tuple[str, str]]:
 
 def _figures(report: Json) -> dict[str, Any]:
     """The charts by name, None for one that has nothing to show."""
-    lists = figure.compares_lists(report)
+    lists = report_charts.compares_lists(report)
     return {
-        "overlap_map": figure.overlap_map(report) if lists else None,
-        "overlap_chart": figure.overlap_chart(report) if lists else None,
-        "mass_map": figure.mass_map(report) if lists else None,
-        "mass_chart": figure.mass_chart(report) if lists else None,
-        "flips_chart": figure.flips_chart(report) if lists else None,
-        "kld_chart": figure.kld_chart(report) if report["logits"] else None,
-        "isolated_chart": figure.isolated_chart(report) if report["isolated"] and lists else None,
-        "attribution_chart": figure.attribution_chart(report) if report["attribution"] else None,
+        "overlap_map": report_charts.overlap_map(report) if lists else None,
+        "overlap_chart": report_charts.overlap_chart(report) if lists else None,
+        "mass_map": report_charts.mass_map(report) if lists else None,
+        "mass_chart": report_charts.mass_chart(report) if lists else None,
+        "flips_chart": report_charts.flips_chart(report) if lists else None,
+        "kld_chart": report_charts.kld_chart(report) if report["logits"] else None,
+        "isolated_chart": report_charts.isolated_chart(report) if report["isolated"] and lists else None,
+        "attribution_chart": report_charts.attribution_chart(report) if report["attribution"] else None,
     }
 
 
@@ -102,6 +102,7 @@ def _environment() -> Environment:
         percent=notation.percent,
         points=notation.points,
         decimal=notation.decimal,
+        exact=notation.exact,
         perplexity=notation.perplexity,
         count=notation.count,
         bytes=format_bytes,

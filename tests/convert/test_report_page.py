@@ -1,4 +1,4 @@
-"""The HTML report: its structure, its numbers, hostile text. `test_page_browser.py` opens it."""
+"""The HTML report: its structure, its numbers, hostile text. `test_report_page_browser.py` opens it."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from jinja2 import UndefinedError
 
 import sample_report
 from m3_convert.notation import curly, decimal, fit_for_html, percent, share, visible_token
-from m3_convert.page import render_page, write_page
+from m3_convert.report_page import render_page, write_page
 from m3_runtime.errors import InputError
 from sample_report import REPORTS
 

@@ -67,7 +67,7 @@ def walk(
 
 
 @dataclass
-class _Lane:
+class _Run:
     """A run: its hidden states, and what it selects beside the reference.
 
     first_layer: where it leaves the way of the candidate, whose states and comparisons are its own before; None if it
@@ -92,14 +92,14 @@ class _Walk:
         self._rule = selection_rule(h)
         self._buckets = PositionBuckets.over(self._rule, len(ids))
         self._n_blocks = -(-len(ids) // h.block_size)
-        self._reference = _Lane(_REFERENCE, Walker(runs.reference, ids, runs.reference_options, advance))
-        self._candidate = _Lane(_CANDIDATE, Walker(runs.candidate, ids, runs.candidate_options, advance))
-        self._isolated = _Lane(_ISOLATED, self._candidate.walker)
-        self._forced = _Lane(
+        self._reference = _Run(_REFERENCE, Walker(runs.reference, ids, runs.reference_options, advance))
+        self._candidate = _Run(_CANDIDATE, Walker(runs.candidate, ids, runs.candidate_options, advance))
+        self._isolated = _Run(_ISOLATED, self._candidate.walker)
+        self._forced = _Run(
             _FORCED, Walker(runs.candidate, ids, runs.forced_options, advance), first_layer=h.n_dense_layer
         )
         self._groups = [
-            _Lane(group.group, Walker(group, ids, runs.candidate_options, advance), first_layer=group.first_layer)
+            _Run(group.group, Walker(group, ids, runs.candidate_options, advance), first_layer=group.first_layer)
             for group in runs.groups
         ]
         self._deviations: dict[int, IndexDeviation] = {}
@@ -110,9 +110,9 @@ class _Walk:
     def result(self) -> CheckResult:
         first = self._restore()
         for layer in range(first, self._h.n_layer):
-            for lane in self._following():
-                if lane.first_layer == layer > 0:
-                    lane.walker.states[:] = self._candidate.walker.states
+            for run in self._following():
+                if run.first_layer == layer > 0:
+                    run.walker.states[:] = self._candidate.walker.states
             if layer < self._h.n_dense_layer:
                 self._dense_layer(layer)
             else:
@@ -125,23 +125,23 @@ class _Walk:
             buckets=self._buckets,
             selection=self._comparison(self._candidate) if self._runs.candidate_options.selects else None,
             isolated=self._comparison(self._isolated) if self._runs.isolated else None,
-            groups={lane.name: self._comparison(lane) for lane in self._groups},
+            groups={run.name: self._comparison(run) for run in self._groups},
             reference=logits.get(_REFERENCE),
             candidate=logits.get(_CANDIDATE),
             forced=logits.get(_FORCED),
-            group_logits={lane.name: logits[lane.name] for lane in self._groups if lane.name in logits},
+            group_logits={run.name: logits[run.name] for run in self._groups if run.name in logits},
             deviations=self._deviations,
             worst=list(self._worst),
         )
 
-    def _following(self) -> list[_Lane]:
+    def _following(self) -> list[_Run]:
         """The runs that begin as the candidate's."""
         return [*self._groups, *([self._forced] if self._runs.forced else [])]
 
     def _dense_layer(self, layer: int) -> None:
-        for lane in (self._candidate, *self._groups, self._reference):
-            if lane.begins(layer):
-                lane.walker.layer(layer, record=())
+        for run in (self._candidate, *self._groups, self._reference):
+            if run.begins(layer):
+                run.walker.layer(layer, record=())
 
     def _sparse_layer(self, layer: int) -> None:
         q_norm, k_norm = (
@@ -149,24 +149,24 @@ class _Walk:
         )
         self._deviations[layer] = index_deviation(self._runs.reference, self._runs.candidate, layer)
         rounding = score_rounding(q_norm, k_norm)
-        lists: list[tuple[_Lane, Lists]] = []
+        lists: list[tuple[_Run, Lists]] = []
         if self._runs.candidate_options.selects:
             lists += self._candidate_layer(layer)
         else:
             self._candidate.walker.layer(layer, record=())
-        for lane in self._groups:
-            if lane.begins(layer):
+        for run in self._groups:
+            if run.begins(layer):
                 found = self._empty_lists()
-                lane.walker.layer(layer, record=_LISTS, visit=_keep(layer, found))
-                lists.append((lane, found))
-        for lane, _ in lists:
-            lane.compared[layer] = self._new_comparison(layer, rounding)
+                run.walker.layer(layer, record=_LISTS, visit=_keep(layer, found))
+                lists.append((run, found))
+        for run, _ in lists:
+            run.compared[layer] = self._new_comparison(layer, rounding)
         read = self._empty_lists() if self._runs.forced else None
         self._reference_layer(layer, lists, read)
         if read is not None:
             self._forced.walker.read(layer, read)
 
-    def _candidate_layer(self, layer: int) -> list[tuple[_Lane, Lists]]:
+    def _candidate_layer(self, layer: int) -> list[tuple[_Run, Lists]]:
         """The candidate's lists, and those of the isolated run, for which its weights are bound anyway."""
         walker, lists = self._candidate.walker, [(self._candidate, self._empty_lists())]
         with walker.bound(layer) as model:
@@ -176,7 +176,7 @@ class _Walk:
             walker.through(model, layer, record=_LISTS, visit=_keep(layer, lists[0][1]))
         return lists
 
-    def _reference_layer(self, layer: int, lists: list[tuple[_Lane, Lists]], read: Lists | None) -> None:
+    def _reference_layer(self, layer: int, lists: list[tuple[_Run, Lists]], read: Lists | None) -> None:
         """read: gets the reference's lists."""
 
         def compare(rows: slice, session: Session) -> None:
@@ -196,10 +196,10 @@ class _Walk:
             scores[..., : seen.shape[-1]] = seen
             forced = self._rule.forced(positions, self._n_blocks)
             found = ReferenceRows(positions, ours[tested], scores, session.attention_mass(layer)[tested], forced)
-            for lane, theirs in lists:
+            for run, theirs in lists:
                 part = theirs[rows][tested]
-                difference = lane.compared[layer].add(found, part)
-                if lane is self._candidate:
+                difference = run.compared[layer].add(found, part)
+                if run is self._candidate:
                     self._worst.add(layer, found, part, difference)
 
         self._reference.walker.layer(layer, record=_TAPS, visit=compare)
@@ -211,9 +211,9 @@ class _Walk:
         heads = self._h.n_index_head, self._h.n_head
         return LayerComparison.empty(layer, heads, self._buckets, rounding)
 
-    def _comparison(self, lane: _Lane) -> SelectionComparison:
+    def _comparison(self, run: _Run) -> SelectionComparison:
         layers = range(self._h.n_dense_layer, self._h.n_layer)
-        found = [(lane if lane.begins(layer) else self._candidate).compared[layer] for layer in layers]
+        found = [(run if run.begins(layer) else self._candidate).compared[layer] for layer in layers]
         return SelectionComparison(self._rule, self._buckets, found)
 
     # -------------------------------------------------------------------------------------------- logits
@@ -221,7 +221,7 @@ class _Walk:
     def _logits(self) -> dict[str, Divergence]:
         runs, n = self._runs, len(self._ids)
         others = [self._candidate, *self._following()]
-        found = {name: Divergence(n) for name in (_REFERENCE, *(lane.name for lane in others))}
+        found = {name: Divergence(n) for name in (_REFERENCE, *(run.name for run in others))}
         step = runs.head_rows(n)
         share = head_share(self._h)
         following = np.append(self._ids[1:], 0).astype(np.int64)
@@ -232,9 +232,9 @@ class _Walk:
                 ours = self._head(sessions[_REFERENCE], self._reference, rows)
                 found[_REFERENCE].put(first, itself(ours, following[rows]))
                 self._advance((rows.stop - first) * share)
-                for lane in others:
-                    logits = self._head(sessions[lane.name], lane, rows)
-                    found[lane.name].put(first, compare_logits(ours, logits, following[rows]))
+                for run in others:
+                    logits = self._head(sessions[run.name], run, rows)
+                    found[run.name].put(first, compare_logits(ours, logits, following[rows]))
                     self._advance((rows.stop - first) * share)
         return found
 
@@ -255,31 +255,31 @@ class _Walk:
     def _bound_bytes(self, per_byte: float, n_bytes: int) -> None:
         self._advance(n_bytes * per_byte)
 
-    def _head(self, session: Session, lane: _Lane, rows: slice) -> Floats:
+    def _head(self, session: Session, run: _Run, rows: slice) -> Floats:
         # A run that never left the candidate's way has its states.
-        walker = lane.walker if lane.begins(self._h.n_layer - 1) else self._candidate.walker
+        walker = run.walker if run.begins(self._h.n_layer - 1) else self._candidate.walker
         session.rewind(0)
         with named_errors(walker.side):
             return session.forward([(0, walker.states[rows])], output="all")
 
     # -------------------------------------------------------------------------------------------- state
 
-    def _lanes(self, layer: int) -> list[_Lane]:
+    def _runs_behind(self, layer: int) -> list[_Run]:
         """The runs that have hidden states of their own behind `layer` layers."""
-        lanes = [self._reference, self._candidate, *self._following()]
-        return [lane for lane in lanes if lane.begins(layer - 1)]
+        everyone = [self._reference, self._candidate, *self._following()]
+        return [run for run in everyone if run.begins(layer - 1)]
 
-    def _compared_lanes(self) -> list[_Lane]:
+    def _compared_runs(self) -> list[_Run]:
         return [self._candidate, self._isolated, *self._groups]
 
     def _save(self, layer: int) -> None:
         """After `layer` layers."""
-        arrays: Arrays = {f"states.{lane.name}": lane.walker.states for lane in self._lanes(layer)}
+        arrays: Arrays = {f"states.{run.name}": run.walker.states for run in self._runs_behind(layer)}
         roundings: dict[str, dict[int, float]] = {}
-        for lane in self._compared_lanes():
-            roundings[lane.name] = {n: compared.agreement.rounding for n, compared in lane.compared.items()}
-            for n, compared in lane.compared.items():
-                arrays |= comparison_arrays(compared, f"{lane.name}.{n}")
+        for run in self._compared_runs():
+            roundings[run.name] = {n: compared.agreement.rounding for n, compared in run.compared.items()}
+            for n, compared in run.compared.items():
+                arrays |= comparison_arrays(compared, f"{run.name}.{n}")
         about = {
             "roundings": roundings,
             "deviations": {n: [list(d.queries), d.keys] for n, d in self._deviations.items()},
@@ -292,12 +292,12 @@ class _Walk:
         snapshot, self._state.snapshot = self._state.snapshot, None
         if snapshot is None:
             return 0
-        for lane in self._lanes(snapshot.layer):
-            lane.walker.states[...] = snapshot.arrays[f"states.{lane.name}"]
-        for lane in self._compared_lanes():
-            for key, rounding in snapshot.about["roundings"][lane.name].items():
-                lane.compared[int(key)] = self._new_comparison(int(key), rounding)
-                restore_comparison(lane.compared[int(key)], f"{lane.name}.{key}", snapshot.arrays)
+        for run in self._runs_behind(snapshot.layer):
+            run.walker.states[...] = snapshot.arrays[f"states.{run.name}"]
+        for run in self._compared_runs():
+            for key, rounding in snapshot.about["roundings"][run.name].items():
+                run.compared[int(key)] = self._new_comparison(int(key), rounding)
+                restore_comparison(run.compared[int(key)], f"{run.name}.{key}", snapshot.arrays)
         for key, (queries, keys) in snapshot.about["deviations"].items():
             self._deviations[int(key)] = IndexDeviation(tuple(queries), keys)
         self._worst.restore(snapshot.about["worst"])

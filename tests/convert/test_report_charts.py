@@ -5,7 +5,7 @@ from copy import deepcopy
 import pytest
 
 import sample_report
-from m3_convert import chart, figure
+from m3_convert import chart, report_charts
 from m3_convert.notation import decimal, percent, share, visible_token
 
 # ------------------------------------------------------------------------------------------------ charts
@@ -16,15 +16,15 @@ def test_shades():
     (head, _), n = report["layers"][0]["heads"], len(report["buckets"])
     overlaps = [1.0, 0.9999, 0.9989, 0.9969, 0.9899, 0.9699, 0.8999][:n]
     head["histogram"]["overlap_mean"] = overlaps
-    cells = figure.overlap_map(report).rows[0].cells
+    cells = report_charts.overlap_map(report).rows[0].cells
     assert [cell.shade for cell in cells] == [0, 1, 2, 3, 4, 5, 6]
     head["histogram"]["overlap_mean"] = [0.69] * n
-    assert {cell.shade for cell in figure.overlap_map(report).rows[0].cells} == {7}
+    assert {cell.shade for cell in report_charts.overlap_map(report).rows[0].cells} == {7}
     masses = [0.0, 0.00005, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03]
     query_heads = [q for h in report["layers"][0]["heads"] for q in h["mass_lost"]["query_heads"]]
     for query_head, mass in zip(query_heads, masses, strict=True):
         query_head["mean"] = mass
-    assert [cell.shade for cell in figure.mass_map(report).rows[0].cells] == list(range(8))
+    assert [cell.shade for cell in report_charts.mass_map(report).rows[0].cells] == list(range(8))
 
 
 def test_axes():
@@ -45,7 +45,7 @@ def test_axes():
 
 def test_layer_chart_marks_what_a_mean_hides():
     report = sample_report.full()
-    rows = figure.overlap_chart(report).rows
+    rows = report_charts.overlap_chart(report).rows
     for row, layer in zip(rows, report["layers"], strict=True):
         lowest, mean, worst = row.marks
         overlaps = [head["overlap_mean"] for head in layer["heads"]]
@@ -53,15 +53,15 @@ def test_layer_chart_marks_what_a_mean_hides():
         assert worst.at == chart.overlap_place(min(overlaps))
         assert mean.at == pytest.approx(chart.overlap_place(sum(overlaps) / len(overlaps)))
         assert row.note == f"{overlaps.index(min(overlaps))}: {share(min(overlaps))}"
-    threshold = figure.overlap_chart(report).threshold
+    threshold = report_charts.overlap_chart(report).threshold
     assert threshold is not None and (threshold.at, threshold.label) == (pytest.approx(42), "0.99")
-    assert figure.overlap_chart(sample_report.minimal()).threshold is None
+    assert report_charts.overlap_chart(sample_report.minimal()).threshold is None
 
 
 def test_flips_by_margin():
     report = sample_report.full()
     flips = report["overall"]["flips"]
-    found = figure.flips_chart(report)
+    found = report_charts.flips_chart(report)
     assert found is not None and found.band_rows == 3
     assert [row.label for row in found.rows][::5] == ["0 to 0.01", "1 and more"]
     assert [row.note for row in found.rows] == [str(n) for n in flips["counts"]]
@@ -71,11 +71,11 @@ def test_flips_by_margin():
             percent(mass / sum(flips["mass"])),
         ]
     assert max(bar.end for row in found.rows for bar in row.bars) == pytest.approx(100)
-    assert figure.flips_chart(sample_report.all_equal()) is None
+    assert report_charts.flips_chart(sample_report.all_equal()) is None
 
 
 def test_attribution():
-    found = figure.attribution_chart(sample_report.full())
+    found = report_charts.attribution_chart(sample_report.full())
     assert found is not None
     assert [row.label for row in found.rows][:2] == ["experts", "attention"]
     assert [bar.text for bar in found.rows[0].bars] == ["58.0%", "52.2%"]
@@ -85,17 +85,17 @@ def test_attribution():
     report = sample_report.full()
     for group in report["attribution"]["groups"]:
         group["returned"]["kld"] = None
-    without = figure.attribution_chart(report)
+    without = report_charts.attribution_chart(report)
     assert without is not None and {len(row.bars) for row in without.rows} == {1}
-    assert figure.attribution_chart(sample_report.all_equal()) is None
+    assert report_charts.attribution_chart(sample_report.all_equal()) is None
     raised = deepcopy(sample_report.full())
     raised["attribution"]["groups"][0].update(bytes=9000, reference_bytes=1000)
-    assert "\u22128.0 kB" in {row.note for row in figure.attribution_chart(raised).rows}
+    assert "\u22128.0 kB" in {row.note for row in report_charts.attribution_chart(raised).rows}
 
 
 def test_divergence_by_position():
     report = sample_report.full()
-    found = figure.kld_chart(report)
+    found = report_charts.kld_chart(report)
     assert found is not None and found.border is not None
     first = report["tested"]["first_position"]
     assert found.border.at == pytest.approx(100 * first / report["text"]["tokens"])
@@ -104,13 +104,13 @@ def test_divergence_by_position():
         assert step.first == pytest.approx(found.height * (1 - bucket["candidate_kld"] / top), abs=0.01)
         assert step.second == pytest.approx(found.height * (1 - bucket["forced_kld"] / top), abs=0.01)
     assert (found.steps[0].start, found.steps[-1].end) == (0, 100)
-    assert figure.kld_chart(sample_report.all_equal()) is None
+    assert report_charts.kld_chart(sample_report.all_equal()) is None
 
 
 def test_block_strip():
     report = sample_report.full()
     query = {"position": 1000, "reference_blocks": [0, 3, 7, -1], "candidate_blocks": [0, 5, 7]}
-    strip = figure.block_strip(report, query)
+    strip = report_charts.block_strip(report, query)
     assert [(left, row) for left, _, row, _ in strip] == [(0, "both"), (37.5, "lost"), (62.5, "gained"), (87.5, "both")]
     assert {width for _, width, _, _ in strip} == {12.5}
 

@@ -7,7 +7,7 @@ import pytest
 
 import sample_report
 from browser import CHROMIUM, Browser
-from m3_convert.page import write_page
+from m3_convert.report_page import write_page
 
 # ------------------------------------------------------------------------------------------------ browser
 
