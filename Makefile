@@ -255,10 +255,12 @@ oracle: install $(REFERENCE)
 	tests/oracle.sh $(SHARED)/oracle $(VENV)/bin build/reference/bin
 
 # Makes the golden vectors of tests/golden again; the bytes of quantizers change only where their search was changed.
+# Not images.npz: tests/golden/make_images.py needs torchvision, whose packages fit one build of torch each.
 golden: install $(REFERENCE)
 	$(PY) tests/golden/make_encoded.py
 	$(PY) tests/golden/make_encoded_iq.py
 	$(REFERENCE_PY) tests/golden/make_golden.py
+	$(REFERENCE_PY) tests/golden/make_vision.py
 	$(REFERENCE_PY) tests/golden/make_chat_templates.py $(wildcard $(SHARED)/oracle/chat_template.jinja)
 
 # Time of m3-convert. With LLAMA=, a Python that has llama-cpp-python, and SCRIPT=, convert_hf_to_gguf.py in the source of

@@ -9,7 +9,7 @@ import pytest
 
 from hub_endpoint import HubEndpoint
 from make_checkpoint import make_checkpoint
-from tiny_model import TINY, convert
+from tiny_model import TINY, convert, convert_vision
 
 # huggingface_hub reads these when it is imported: from here on no test can reach the real Hub.
 ENDPOINT = HubEndpoint()
@@ -48,3 +48,10 @@ def tiny_gguf(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -
 def tiny_q8_gguf(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """It as Q8_0."""
     return convert(tiny_checkpoint, tmp_path_factory.mktemp("gguf") / "tiny-q8_0.gguf", "--type", "q8_0")
+
+
+@pytest.fixture(scope="session")
+def tiny_mmproj(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its vision file as F32."""
+    out = tmp_path_factory.mktemp("gguf") / "tiny-mmproj.gguf"
+    return convert_vision(tiny_checkpoint, out, "--vision-type", "f32")

@@ -293,7 +293,7 @@ def _generation_config(spec: CheckpointSpec, sampling: Sampling) -> dict[str, An
     }
 
 
-_PREPROCESSOR_CONFIG = {
+PREPROCESSOR_CONFIG = {
     "do_resize": True,
     "do_rescale": True,
     "do_normalize": True,
@@ -335,7 +335,7 @@ def write_checkpoint(out: Path, spec: CheckpointSpec, parts: CheckpointParts) ->
     write_json(out / "tokenizer_config.json", _tokenizer_config(spec))
     (out / "chat_template.jinja").write_text(parts.template, encoding="utf-8")
     if spec.vision:
-        write_json(out / "preprocessor_config.json", _PREPROCESSOR_CONFIG)
+        write_json(out / "preprocessor_config.json", PREPROCESSOR_CONFIG)
     write_shards(out, parts.tensors, spec.shard_mb, spec.order)
 
 

@@ -31,7 +31,17 @@ TINY = CheckpointSpec(
 
 def convert(checkpoint: Path, out: Path, *options: str) -> Path:
     """Runs m3-convert; fails the test if it does not exit with 0."""
-    with pytest.raises(SystemExit) as exit_:
-        command.run(app, NAME, [str(checkpoint), str(out), *options])
-    assert exit_.value.code == 0
+    _run([str(checkpoint), str(out), *options])
     return out
+
+
+def convert_vision(checkpoint: Path, out: Path, *options: str) -> Path:
+    """The same for the vision part."""
+    _run([str(checkpoint), "--vision-only", str(out), *options])
+    return out
+
+
+def _run(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        command.run(app, NAME, arguments)
+    assert exit_.value.code == 0

@@ -1,32 +1,41 @@
 """The command m3-convert."""
 
 import hashlib
-import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
-from m3_convert.disk_room import fits
-from m3_convert.execute import Result, check_outputs, convert, free_bytes, output_room
+from m3_convert.conversion_text import (
+    PlacedPlan,
+    fallback_warnings,
+    print_explanation,
+    print_needed,
+    print_plans,
+    print_results,
+)
+from m3_convert.disk_room import check_rooms
+from m3_convert.execute import check_outputs, convert, output_room
 from m3_convert.gguf_file import OutputFile, check_header, header_bytes
 from m3_convert.imatrix import ImportanceMatrix
 from m3_convert.metadata import plan_metadata, template_notes
 from m3_convert.output_path import recipe_path
-from m3_convert.plan import Plan, plan_conversion, tensor_json
-from m3_convert.precision import choose, stored_as
+from m3_convert.plan import Plan, plan_conversion
+from m3_convert.precision import choose
+from m3_convert.recipe import AUTO
 from m3_convert.run_shards import Supply, check_discardable
 from m3_convert.shard_order import ShardOrder
 from m3_convert.source import open_source
 from m3_convert.split import output_files
 from m3_convert.stored_name import stored_name
+from m3_convert.vision import VisionFile, parse_vision_type, plan_vision
 from m3_runtime.command import guarded, new_app, run
 from m3_runtime.errors import InputError
 from m3_runtime.options import Threads, Version
-from m3_runtime.quantities import format_bytes, format_seconds, parse_size
+from m3_runtime.quantities import parse_size
 
 NAME = "m3-convert"
 
@@ -178,12 +187,75 @@ def convert_command(
             "targets. Default: m3-gguf/check in $XDG_CACHE_HOME or ~/.cache.",
         ),
     ] = None,
+    vision: Annotated[
+        Path | None,
+        typer.Option(
+            "--vision",
+            metavar="OUT-mmproj.gguf",
+            help="Write the vision part of the checkpoint, which turns images into tokens, to a file of its own, as "
+            "llama.cpp reads it.",
+        ),
+    ] = None,
+    vision_only: Annotated[
+        Path | None,
+        typer.Option("--vision-only", metavar="OUT-mmproj.gguf", help="Write that file and no OUT.gguf."),
+    ] = None,
+    vision_type: Annotated[
+        str | None,
+        typer.Option(
+            "--vision-type",
+            metavar="TYPE",
+            help="For the linear layers of the vision file: f32, f16, bf16, q8_0 or auto, the default: the source's "
+            "own precision. Patch embedding, norms and biases are always F32.",
+        ),
+    ] = None,
     threads: Threads = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan or the result as JSON.")] = False,
     version: Version = False,
 ) -> int | None:
     if not source:
         raise InputError("SOURCE is empty, expected the name of a file or folder or an id on the Hub")
+    if vision_type is not None and vision is None and vision_only is None:
+        raise InputError("--vision-type is for --vision and --vision-only, of which neither is given")
+    linear = parse_vision_type(vision_type or AUTO)
+    if vision_only is not None:
+        _check_vision_only(
+            {
+                "OUT.gguf": out is not None,
+                "--vision": vision is not None,
+                "--type": type_ is not None,
+                "--recipe": recipe is not None,
+                "--rule": bool(rule),
+                "--imatrix": imatrix is not None,
+                "--strict": strict,
+                "--allow-lossy-indexer": allow_lossy_indexer,
+                "--allow-requantize": allow_requantize,
+                "--split-max-size": split_max_size is not None,
+                "--target-overlap": target_overlap is not None,
+                "--max-size": max_size is not None,
+                "--text": text is not None,
+                "--context": context is not None,
+                "--accept-best": accept_best,
+                "--state": state is not None,
+            }
+        )
+        opened = open_source(source)
+        if discard_source:
+            check_discardable(opened.shards)
+        sight = plan_vision(opened, linear, vision_only)
+        for warning in (*sight.plan.warnings, *fallback_warnings(sight.plan)):
+            print(f"{NAME}: note: {warning}", file=sys.stderr)
+        if explain is not None:
+            print_explanation(sight.plan, explain, as_json)
+        elif dry_run:
+            print_plans([_placed(sight, discard_source)], as_json)
+        else:
+            print_needed(NAME, sight.files)
+            result = convert(
+                sight.plan, sight.files, sight.out, threads, restart=restart, discard_source=discard_source
+            )
+            print_results([(sight.plan, result)], as_json)
+        return None
     if out is None and not dry_run and explain is None:
         raise InputError("OUT.gguf is missing (it may be left out with --dry-run or --explain)")
     max_bytes = None if split_max_size is None else parse_size(split_max_size, "--split-max-size")
@@ -202,6 +274,7 @@ def convert_command(
             "--split-max-size": split_max_size is not None,
             "--discard-source": discard_source,
             "--strict": strict,
+            "--vision": vision is not None,
         },
         {
             "--text": text is not None,
@@ -244,8 +317,13 @@ def convert_command(
         check_discardable(opened.shards)
     plan = plan_conversion(opened, choice)
     plan = replace(plan, inputs=tuple(path for path in (recipe, imatrix) if path is not None))
+    seen = None if vision is None else plan_vision(opened, linear, vision)
+    if seen is not None:
+        plan = replace(plan, left_out=())
+        seen = replace(seen, plan=replace(seen.plan, inputs=plan.inputs))
     if explain is not None:
-        _print_explanation(plan, explain, as_json)
+        in_vision = seen is not None and any(t.name == explain for t in seen.plan.tensors)
+        print_explanation(seen.plan if seen is not None and in_vision else plan, explain, as_json)
         return None
     if imatrix is not None:
         stored_name(imatrix, "importance matrix")
@@ -257,23 +335,40 @@ def convert_command(
     check_header(whole.header, str(out or source))
     files = output_files(plan, metadata, whole, max_bytes)
     notes = plan.coverage.notes() if plan.coverage else ()
-    for warning in (*plan.warnings, *_fallback_warnings(plan), *notes):
+    for warning in (*plan.warnings, *fallback_warnings(plan), *notes):
         print(f"{NAME}: note: {warning}", file=sys.stderr)
     target = files[0].path
     if out is not None:
         target, files = check_outputs(plan, files, out)
         _note_other_recipe(plan, target, recipe)
+    if seen is not None:
+        for warning in fallback_warnings(seen.plan):
+            print(f"{NAME}: note: {warning}", file=sys.stderr)
+        if {file.path for file in files} & {file.path for file in seen.files}:
+            raise InputError(f"{vision}: expected another file than OUT.gguf for the vision part")
     if dry_run:
         supply = Supply(opened.shards, ShardOrder.of(files), target, discard=discard_source)
-        _print_plan(plan, files, supply, out is not None, as_json)
+        placed = [PlacedPlan(plan, files, supply, placed=out is not None)]
+        print_plans(placed if seen is None else [*placed, _placed(seen, discard_source)], as_json)
         return None
     assert out is not None
-    needed, free = format_bytes(_total(files)), format_bytes(free_bytes([file.path for file in files]))
-    into = f" in {len(files)} files" if len(files) > 1 else ""
-    print(f"{NAME}: {needed} to write{into}, {free} free", file=sys.stderr)
+    results = []
+    print_needed(NAME, [*files, *(seen.files if seen is not None else ())], len(files))
+    if seen is not None:
+        check_rooms([output_room(files), output_room(seen.files)])
+        # First, since it takes little: what is interrupted then is the other, which goes on where it stopped.
+        result = convert(seen.plan, seen.files, seen.out, threads, restart=restart, discard_source=discard_source)
+        results.append((seen.plan, result))
     result = convert(plan, files, out, threads, restart=restart, discard_source=discard_source)
-    _print_result(plan, result, as_json)
+    print_results([(plan, result), *results], as_json)
     return None
+
+
+def _check_vision_only(given: Mapping[str, bool]) -> None:
+    """Raises InputError for what the vision file has no use for."""
+    name = next((name for name, is_given in given.items() if is_given), None)
+    if name is not None:
+        raise InputError(f"{name} does not go with --vision-only, which writes the vision file alone")
 
 
 def _check_together(searching: bool, not_with_search: Mapping[str, bool], for_search: Mapping[str, bool]) -> None:
@@ -289,6 +384,11 @@ def _check_together(searching: bool, not_with_search: Mapping[str, bool], for_se
             raise InputError(f"{option} does not go with --target-overlap and --max-size{then}")
 
 
+def _placed(sight: VisionFile, discard: bool) -> PlacedPlan:
+    supply = Supply(sight.plan.source.shards, ShardOrder.of(sight.files), sight.files[0].path, discard=discard)
+    return PlacedPlan(sight.plan, sight.files, supply, placed=True)
+
+
 def _note_other_recipe(plan: Plan, target: Path, recipe: Path | None) -> None:
     """A recipe of an earlier search by the name of the file would be taken for the file's own."""
     path = recipe_path(target)
@@ -301,88 +401,6 @@ def _note_other_recipe(plan: Plan, target: Path, recipe: Path | None) -> None:
         same = False
     if not same:
         print(f"{NAME}: note: {path} is there already; it is not the recipe of this file", file=sys.stderr)
-
-
-def _total(files: Sequence[OutputFile]) -> int:
-    return sum(file.n_bytes for file in files)
-
-
-def _fallback_warnings(plan: Plan) -> Sequence[str]:
-    notes = [t for t in plan.tensors if t.note]
-    return [f"{len(notes)} tensors fall back, the first: {notes[0].name}: {notes[0].note}"] if notes else []
-
-
-def _print_explanation(plan: Plan, name: str, as_json: bool) -> None:
-    tensor = plan.tensor(name)
-    if as_json:
-        print(json.dumps(tensor_json(tensor), indent=2))
-        return
-    note = f"; {tensor.note}" if tensor.note else ""
-    print(f"{tensor.name}: {tensor.type.name} by {tensor.reason}{note}")
-    source_type = stored_as(tensor.source_type, tensor.origin)
-    print(f"  from {tensor.source} ({source_type}){', + 1 in float32' if tensor.plus_one else ''}")
-
-
-def _print_plan(plan: Plan, files: Sequence[OutputFile], supply: Supply, placed: bool, as_json: bool) -> None:
-    """placed: the paths of the files are where they would be written."""
-    n_bytes, free = _total(files), free_bytes([file.path for file in files]) if placed else None
-    demand = supply.demand()
-    if as_json:
-        written = [{"name": f.path.name, "bytes": f.n_bytes, "tensors": len(f.tensors)} for f in files]
-        sizes = {"file_bytes": n_bytes, "files": written, "free_bytes": free}
-        download = {"download": demand.as_json() if demand else None}
-        print(json.dumps({**plan.as_json(), **sizes, **download}, indent=2))
-        return
-    rows = [("tensor", "source", "shape (ne)", "type", "bytes", "note")]
-    for t in plan.tensors:
-        ne = "x".join(map(str, t.ne))
-        note = "; ".join(filter(None, ("+1" if t.plus_one else "", t.note)))
-        rows.append((t.name, t.source, ne, f"{t.source_type} -> {t.type.name}", str(t.n_bytes), note))
-    widths = [max(len(row[i]) for row in rows) for i in range(5)]
-    for row in rows:
-        cells = [
-            cell.rjust(w) if i == 4 else cell.ljust(w) for i, (cell, w) in enumerate(zip(row[:5], widths, strict=True))
-        ]
-        print("  ".join([*cells, row[5]]).rstrip())
-    for name in plan.left_out:
-        print(f"left out (vision): {name}")
-    for f in files if len(files) > 1 else ():
-        print(f"file: {f.path.name}: {len(f.tensors)} tensors, {f.n_bytes} bytes")
-    by_type = ", ".join(f"{name} {format_bytes(size)}" for name, size in plan.bytes_by_type().items())
-    print(f"total: {len(plan.tensors)} tensors, {n_bytes} bytes ({format_bytes(n_bytes)}): {by_type}")
-    if demand is not None:
-        print(f"source: {demand}; with --discard-source at most {format_bytes(demand.peak_bytes)} at a time")
-    if free is not None:
-        enough = "enough" if fits(supply.rooms(output_room(files))) else "not enough"
-        print(f"disk: {free} bytes free in {files[0].path.parent} ({format_bytes(free)}), {enough}")
-
-
-def _print_result(plan: Plan, result: Result, as_json: bool) -> None:
-    rate = (result.n_bytes - result.resumed) / max(result.seconds, 1e-9)
-    if as_json:
-        answer: dict[str, Any] = {
-            "file": str(result.paths[0]),
-            "files": [str(path) for path in result.paths],
-            "bytes": result.n_bytes,
-            "tensors": len(plan.tensors),
-            "bytes_by_type": plan.bytes_by_type(),
-            "left_out": len(plan.left_out),
-            "warnings": list(plan.warnings),
-            "notes": {t.name: t.note for t in plan.tensors if t.note},
-            "importance": plan.coverage.as_json() if plan.coverage else None,
-            "resumed_bytes": result.resumed,
-            "seconds": round(result.seconds, 3),
-            "mb_per_s": round(rate / 1e6, 1),
-        }
-        print(json.dumps(answer, indent=2))
-        return
-    by_type = ", ".join(f"{name} {format_bytes(size)}" for name, size in plan.bytes_by_type().items())
-    left_out = f"; {len(plan.left_out)} vision tensors left out" if plan.left_out else ""
-    more = f" and {len(result.paths) - 1} more" if len(result.paths) > 1 else ""
-    print(
-        f"{result.paths[0]}{more}: {len(plan.tensors)} tensors, {format_bytes(result.n_bytes)} ({by_type}) in "
-        f"{format_seconds(result.seconds)}, {format_bytes(rate)}/s{left_out}"
-    )
 
 
 def main() -> NoReturn:

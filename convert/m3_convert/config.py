@@ -90,7 +90,7 @@ def load_config(path: Path) -> ModelConfig:
 
 def parse_config(config: Mapping[str, Any], name: str) -> ModelConfig:
     """The same for the parsed JSON object; `name` stands for the file in messages."""
-    text = _Section(_text_section(config, name), name)
+    text = Section(_text_section(config, name), name)
     _check_architecture(config, text)
     # A multimodal config has this one at its root as well.
     tied = config.get("tie_word_embeddings", False)
@@ -152,7 +152,7 @@ def parse_config(config: Mapping[str, Any], name: str) -> ModelConfig:
     return result
 
 
-class _Section:
+class Section:
     """One object of config.json with checked access."""
 
     def __init__(self, values: Mapping[str, Any], name: str) -> None:
@@ -177,7 +177,7 @@ class _Section:
     def positive(self, key: str) -> float:
         expected = "a positive number that float32 holds"
         value = self._get(key, expected)
-        if not _is_number(value) or not 2.0**-126 <= value < 2.0**128:
+        if not is_number(value) or not 2.0**-126 <= value < 2.0**128:
             raise self.refuse(key, expected, value)
         return float(value)
 
@@ -196,7 +196,7 @@ class _Section:
         return [bool(v) for v in value]
 
 
-def _is_number(value: object) -> TypeGuard[int | float]:
+def is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -212,21 +212,21 @@ def _text_section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return text
 
 
-def _check_architecture(config: Mapping[str, Any], text: _Section) -> None:
+def _check_architecture(config: Mapping[str, Any], text: Section) -> None:
     found = config.get("architectures", text.values.get("architectures"))
     if not isinstance(found, list) or not any(name in ARCHITECTURES for name in found if isinstance(name, str)):
         raise text.refuse("architectures", f"one of {', '.join(ARCHITECTURES)}", found)
 
 
-def _sparse_section(text: _Section) -> _Section:
+def _sparse_section(text: Section) -> Section:
     key = "sparse_attention_config"
     values = text.values.get(key)
     if not isinstance(values, dict):
         raise text.refuse(key, "an object (a GGUF without an indexer cannot run)", values)
-    return _Section(values, f"{text.name}: {key}")
+    return Section(values, f"{text.name}: {key}")
 
 
-def _check_rope_scaling(text: _Section) -> None:
+def _check_rope_scaling(text: Section) -> None:
     for key in ("rope_scaling", "rope_parameters"):
         value = text.values.get(key)
         if value is None:
@@ -239,10 +239,10 @@ def _check_rope_scaling(text: _Section) -> None:
             raise text.refuse(f"{key}.rope_theta", f"rope_theta {_shown(text.values['rope_theta'])}", theta)
 
 
-def _rotary_dim(text: _Section, head_dim: int, index_dim: int) -> int:
+def _rotary_dim(text: Section, head_dim: int, index_dim: int) -> int:
     rotary = text.integer("rotary_dim", 2, MAX_HEAD_DIM)
     factor = text.values.get("partial_rotary_factor")
-    if factor is not None and (not _is_number(factor) or round(factor * head_dim) != rotary):
+    if factor is not None and (not is_number(factor) or round(factor * head_dim) != rotary):
         raise text.refuse("partial_rotary_factor", f"rotary_dim / head_dim = {rotary}/{head_dim}", factor)
     if rotary % 2 or rotary > head_dim:
         raise text.refuse("rotary_dim", f"an even number up to head_dim {head_dim}", rotary)
@@ -251,7 +251,7 @@ def _rotary_dim(text: _Section, head_dim: int, index_dim: int) -> int:
     return rotary
 
 
-def _leading_dense(text: _Section, sparse: _Section, n_layer: int) -> int:
+def _leading_dense(text: Section, sparse: Section, n_layer: int) -> int:
     """Number of leading dense layers. Readers of the file take every layer after them as MoE and sparse."""
     moe = text.flags("moe_layer_freq", n_layer)
     n_dense = moe.index(True) if True in moe else n_layer
@@ -273,7 +273,7 @@ def _leading_dense(text: _Section, sparse: _Section, n_layer: int) -> int:
     return n_dense
 
 
-def _check_plan(section: _Section, key: str, sparse: list[bool], moe: list[bool]) -> None:
+def _check_plan(section: Section, key: str, sparse: list[bool], moe: list[bool]) -> None:
     for layer, (is_sparse, is_moe) in enumerate(zip(sparse, moe, strict=True)):
         if is_sparse != is_moe:
             raise section.refuse(
@@ -283,7 +283,7 @@ def _check_plan(section: _Section, key: str, sparse: list[bool], moe: list[bool]
             )
 
 
-def _layer_types(text: _Section, n_layer: int) -> list[bool]:
+def _layer_types(text: Section, n_layer: int) -> list[bool]:
     value = text.values["layer_types"]
     if not isinstance(value, list) or len(value) != n_layer or not all(isinstance(v, str) for v in value):
         raise text.refuse("layer_types", f"a list of {n_layer} names", value)

@@ -7,6 +7,7 @@ MXFP8 is that of the OCP Microscaling specification 1.0: an E4M3 code (bias 7, n
 import os
 import threading
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -130,11 +131,23 @@ class SourceReader:
 
 
 def read_raw(reader: SourceReader, matrix: SourceMatrix, first_row: int, n_rows: int) -> Bytes:
-    """Stored bytes of some rows, uint8 [n_rows, bytes of a row]; without the scales."""
+    """Stored bytes of some rows in the order of the file, uint8 [n_rows, bytes of a row]; without the scales."""
     row = matrix.tensor.n_bytes // matrix.rows
-    raw = np.empty((n_rows, row), np.uint8)
-    reader.read(matrix.tensor, first_row * row, raw)
-    return raw
+    if not matrix.row_order:
+        raw = np.empty((n_rows, row), np.uint8)
+        reader.read(matrix.tensor, first_row * row, raw)
+    else:
+        # Rows change places within a head only, so that little is read beside what is asked for.
+        wanted = np.array(matrix.row_order[first_row : first_row + n_rows])
+        first, end = int(wanted.min()), int(wanted.max()) + 1
+        around = np.empty((end - first, row), np.uint8)
+        reader.read(matrix.tensor, first * row, around)
+        raw = around[wanted - first]
+    if not matrix.column_order:
+        return raw
+    item = matrix.tensor.n_bytes // prod(matrix.tensor.shape)
+    columns = raw.reshape(n_rows, -1, item)[:, np.array(matrix.column_order)]
+    return np.ascontiguousarray(columns).reshape(n_rows, -1)
 
 
 def read_values(reader: SourceReader, matrix: SourceMatrix, first_row: int, n_rows: int) -> Values:

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFWriter
+from gguf import GGMLQuantizationType, GGUFWriter, Keys
 from gguf.gguf_writer import WriterState
 
-from m3_convert.metadata import ARCHITECTURE, Metadata
+from m3_convert.metadata import Metadata
 from m3_convert.plan import Plan, PlannedTensor, aligned
 from m3_runtime.engine import Model
 from m3_runtime.errors import InputError
@@ -43,11 +43,12 @@ def header_bytes(plan: Plan, metadata: Metadata) -> bytes:
 
 def encode_header(plan: Plan, metadata: Metadata, tensors: Sequence[PlannedTensor], *, pad: bool = True) -> bytes:
     """The header of a file with these of the plan's tensors and no keys but `metadata`; see `header_bytes`."""
-    writer = GGUFWriter(None, ARCHITECTURE)
-    if "general.architecture" not in metadata:  # the writer's own first key
+    architecture = metadata.get(Keys.General.ARCHITECTURE)
+    writer = GGUFWriter(None, str(architecture.value) if architecture else "")
+    if architecture is None:  # the writer's own first key
         writer.kv_data[0].clear()
     for key, value in metadata.items():
-        if key != "general.architecture":
+        if key != Keys.General.ARCHITECTURE:
             writer.add_key_value(key, value.value, value.type, value.sub_type)
     for tensor in tensors:
         type_ = GGMLQuantizationType(int(tensor.type))

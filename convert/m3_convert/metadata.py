@@ -90,7 +90,7 @@ def carried_metadata(plan: Plan, source: GgufSource) -> Metadata:
         writer.kv_data[0][f"general.{key}"] = GGUFValue(number, U32)  # where it stood, if it did
     _add_choice(writer, plan)
     (metadata,) = writer.kv_data
-    _check_values(metadata)
+    check_values(metadata)
     return MappingProxyType(metadata)
 
 
@@ -99,14 +99,14 @@ def build_metadata(plan: Plan, checkpoint: Checkpoint, vocabulary: Vocabulary) -
     # A writer without a file: the key table of the library is what is wanted, so that names and types are its own.
     writer = GGUFWriter(None, ARCHITECTURE)
     writer.add_type(gguf.GGUFType.MODEL)
-    _add_general(writer, plan, checkpoint)
+    add_general(writer, plan, checkpoint)
     for key, value, kind in _model_keys(checkpoint.config, plan.file_type):
         writer.add_key_value(key if key.startswith("general.") else f"{ARCHITECTURE}.{key}", value, kind)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     _add_vocabulary(writer, vocabulary)
     _add_choice(writer, plan)
     (metadata,) = writer.kv_data
-    _check_values(metadata)
+    check_values(metadata)
     return MappingProxyType(metadata)
 
 
@@ -140,7 +140,7 @@ def _model_keys(config: ModelConfig, file_type: int) -> list[tuple[str, Any, GGU
     ]
 
 
-def _add_general(writer: GGUFWriter, plan: Plan, checkpoint: Checkpoint) -> None:
+def add_general(writer: GGUFWriter, plan: Plan, checkpoint: Checkpoint) -> None:
     """Sampling, name, size label and what the model card says: the rules of the gguf library, shared with llama.cpp."""
     folder = checkpoint.folder
     config = read_object(folder / "config.json")
@@ -238,7 +238,7 @@ def _add_vocabulary(writer: GGUFWriter, vocabulary: Vocabulary) -> None:
 _RANGES = {U32: "I", GGUFValueType.INT32: "i", F32: "f"}
 
 
-def _check_values(metadata: Mapping[str, GGUFValue]) -> None:
+def check_values(metadata: Mapping[str, GGUFValue]) -> None:
     """Numbers come from JSON files of the checkpoint as well; the library would fail on them without the key's name."""
     for key, value in metadata.items():
         code = _RANGES.get(value.type)

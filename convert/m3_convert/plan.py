@@ -16,6 +16,7 @@ from m3_convert.norms import check_norms
 from m3_convert.precision import (
     FLOAT_TYPES,
     FULL_DTYPES,
+    Decision,
     TypeChoice,
     always_f32,
     decide,
@@ -294,6 +295,11 @@ def plan_tensors(
     Raises InputError as `decide` does.
     """
     decisions, notes = decide(mapped, choice, from_gguf=from_gguf)
+    return place_tensors(mapped, decisions), notes
+
+
+def place_tensors(mapped: Sequence[MappedTensor], decisions: Sequence[Decision]) -> tuple[PlannedTensor, ...]:
+    """The tensors with these types, one behind the other."""
     tensors = []
     offset = 0
     for source, decision in zip(mapped, decisions, strict=True):
@@ -315,4 +321,4 @@ def plan_tensors(
             )
         )
         offset = aligned(offset + n_bytes)
-    return tuple(tensors), notes
+    return tuple(tensors)

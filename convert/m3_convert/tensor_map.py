@@ -37,10 +37,15 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class SourceMatrix:
-    """A weight of the checkpoint, with its scales if it is FP8. A 1-D tensor counts as one row."""
+    """A weight of the checkpoint, with its scales if it is FP8. A 1-D tensor counts as one row.
+
+    With `column_order` everything but the first axis of the tensor counts as columns.
+    """
 
     tensor: SourceTensor
     scale: SourceTensor | None = None
+    row_order: tuple[int, ...] = ()  #: source row of each row of the file; empty: as they are. Not of FP8
+    column_order: tuple[int, ...] = ()  #: source column of each column of the file, not necessarily of all
 
     @property
     def sources(self) -> tuple[SourceTensor, ...]:
@@ -49,11 +54,13 @@ class SourceMatrix:
 
     @property
     def rows(self) -> int:
+        if self.column_order:
+            return self.tensor.shape[0] if len(self.tensor.shape) > 1 else 1
         return prod(self.tensor.shape[:-1])
 
     @property
     def columns(self) -> int:
-        return self.tensor.shape[-1]
+        return len(self.column_order) or self.tensor.shape[-1]
 
     @property
     def is_fp8(self) -> bool:

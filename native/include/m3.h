@@ -40,7 +40,7 @@ extern "C" {
 
 /* [declarations] The part down to [end of declarations] is free of macros and is read by cffi as it stands. */
 
-#define M3_ABI_VERSION 9
+#define M3_ABI_VERSION 10
 
 /* Limits. A file or an option beyond them is refused by name. */
 #define M3_MAX_LAYERS 1024
@@ -57,8 +57,11 @@ extern "C" {
 #define M3_MAX_DIMS 4
 #define M3_MAX_KEYS 65536
 #define M3_MAX_TENSORS 65536
-#define M3_MAX_FILES 4096 /* that one model is split into */
-#define M3_FEW_THREADS 32 /* see m3_max_threads */
+#define M3_MAX_FILES 4096    /* that one model is split into */
+#define M3_MAX_PATCH_SIZE 64 /* pixels on a side of a patch of an image */
+#define M3_MAX_PATCHES 65536 /* of one image or clip */
+#define M3_MAX_IMAGES 4096   /* encoded together */
+#define M3_FEW_THREADS 32    /* see m3_max_threads */
 
 typedef enum m3_status {
   M3_OK = 0,
@@ -511,7 +514,8 @@ typedef struct m3_batch {
   uint32_t struct_size;
   int32_t output;       /* an m3_output; logits need a window that ends with the last layer */
   int64_t n_tokens;     /* sum of the spans' n */
-  const int32_t *ids;   /* [n_tokens], in span order; needed when the window starts at layer 0, else NULL */
+  const int32_t *ids;   /* [n_tokens], in span order; needed when the window starts at layer 0, else NULL. -1: a row of
+                         * `embeddings` */
   const float *hidden;  /* [n_tokens, n_embd] entering layer_first; needed when it is not 0, else NULL */
   int32_t n_spans;      /* a sequence may appear once */
   const m3_span *spans; /* [n_spans] */
@@ -523,6 +527,10 @@ typedef struct m3_batch {
    */
   const int32_t *blocks;
   int64_t blocks_count; /* elements of `blocks` */
+  /* What the rows whose id is -1 enter layer 0 with in place of an embedding of the vocabulary (tokens of images), in
+   * their order, or NULL: [rows of id -1, n_embd]. */
+  const float *embeddings;
+  int64_t embeddings_count; /* elements of `embeddings` */
 } m3_batch;
 
 /* Runs the window's layers over the batch and appends its rows to the sequences. Rows see their own sequence
@@ -624,6 +632,74 @@ m3_status m3_session_export(m3_session *session, int32_t seq, int64_t block, voi
  * numbers that are none show in an eval (M3_ERROR_NOT_FINITE). On an error nothing has changed, but as for drop. */
 m3_status m3_session_import(m3_session *session, int32_t seq, int32_t n_tokens, const void *src, uint64_t n_bytes,
                             m3_error *err);
+
+/* ------------------------------------------------------------------------------------------------ vision */
+
+/* The vision tower of a model with its projector and patch merger, from a file of its own (architecture "clip",
+ * projector "minimax_m3", as llama.cpp writes it). It turns the patches of images into tokens, rows as wide as the
+ * text model's embeddings, in float32. */
+typedef struct m3_vision m3_vision;
+
+typedef struct m3_vision_hparams {
+  int32_t n_layer;
+  int32_t n_embd;
+  int32_t n_head;
+  int32_t head_dim;
+  int32_t n_rot; /* rotated channels of a head, in thirds for time, height and width */
+  int32_t n_ff;
+  int32_t n_projector; /* width inside the projector of a patch */
+  int32_t n_merger;    /* width inside the merger */
+  int32_t n_out;       /* width of a token */
+  int32_t patch_size;  /* pixels on a side of a patch */
+  int32_t merge;       /* 2: patches on a side of the square that becomes a token */
+  int32_t frames;      /* 2: frames of a patch; an image is given twice */
+  float rope_theta;    /* 10000: a constant of the architecture, not in the file */
+  float eps;           /* of the norms */
+  float mean[3];       /* of red, green and blue, pixels being from 0 to 1: what was taken off the values */
+  float std[3];        /* what they were divided by then */
+} m3_vision_hparams;
+
+typedef struct m3_vision_options {
+  uint32_t struct_size;
+  int32_t device; /* AUTO and CPU are the CPU, CUDA is M3_ERROR_UNSUPPORTED */
+  int32_t isa;    /* an m3_isa */
+} m3_vision_options;
+
+/* Opens a vision file, which stays mapped. options may be NULL. Refused by name: another architecture or projector;
+ * missing, extra or mis-shaped tensors; norms, biases and patch embedding that are not F32; dimensions out of the
+ * limits. */
+m3_status m3_vision_open(const char *path, const m3_vision_options *options, m3_vision **out, m3_error *err);
+
+void m3_vision_close(m3_vision *vision); /* NULL is allowed */
+
+const m3_vision_hparams *m3_vision_dimensions(const m3_vision *vision); /* valid until close */
+const m3_gguf *m3_vision_gguf(const m3_vision *vision);                 /* metadata; valid until close */
+
+/* Patches of one image (t is 1) or of a clip of 2 t frames; h and w are even. At most M3_MAX_PATCHES in all. */
+typedef struct m3_vision_grid {
+  int32_t t, h, w;
+} m3_vision_grid;
+
+/* Images by themselves: none sees another. n is the sum of t * h * w of the grids.
+ * Patches of an image stand in the order of their squares of 2 x 2, row by row, in a square again row by row, and t
+ * outermost. A patch is [3 channels, 2 frames, patch_size, patch_size] of normalized values. */
+typedef struct m3_vision_batch {
+  uint32_t struct_size;
+  int32_t n_threads;           /* 0 takes all cores (see m3_default_threads). The result does not depend on it */
+  int32_t n_images;            /* 1 to M3_MAX_IMAGES */
+  const m3_vision_grid *grids; /* [n_images] */
+  const float *pixels;         /* [n, 3 * 2 * patch_size^2], finite */
+  int64_t pixels_count;        /* elements of it */
+  float *out;                  /* [n / 4, n_out] tokens, in the order of the squares; owned by the caller */
+  int64_t out_count;
+} m3_vision_batch;
+
+/* Encodes images. Memory grows with the largest one: some 4 * (10 n_embd + n_ff + n_out) bytes a patch. One call at a
+ * time for each m3_vision. M3_ERROR_NOT_FINITE names the layer; after an error `out` may be written in part. */
+m3_status m3_vision_encode(m3_vision *vision, const m3_vision_batch *batch, m3_error *err);
+
+/* Asks a running encode to stop (M3_ERROR_CANCELLED) within about one layer of one image. Any thread may call it. */
+void m3_vision_cancel(m3_vision *vision);
 
 /* [end of declarations] */
 

@@ -218,6 +218,34 @@ typedef struct m3_host_rows {
   float *sums;      /* [n, n_embd] weighted sums of the experts' outputs */
 } m3_host_rows;
 
+/* y (+)= x W^T + bias, or GELU (by the error function) of that, for the layers of the vision tower. */
+typedef struct m3_linear_params {
+  const m3_weight *weight; /* [n_out, n_in] */
+  const m3_weight *bias;   /* [n_out] or NULL */
+  const float *x;          /* [n, n_in] */
+  int32_t n;
+  float *y; /* [n, n_out] */
+  bool gelu;
+  bool add; /* not with gelu */
+} m3_linear_params;
+
+/* out = (x - mean) / sqrt(variance + eps) * weight + bias, of each row. */
+typedef struct m3_layer_norm_params {
+  const m3_weight *weight, *bias; /* [width] */
+  const float *x;                 /* [n, width] */
+  int32_t n;
+  float eps;
+  float *out; /* [n, width]; may be x */
+} m3_layer_norm_params;
+
+/* Rotation of scratch q and k by the rows' angles, and the write of k and v to the cache, which is F32 and has the rows
+ * as its tokens in their order. n_rot is 6 f: channels of a head are three axes of 2 f, in each of which i turns with
+ * i + f by angle axis * f + i. What then attends has rows of one position, the last: none is hidden from another. */
+typedef struct m3_turn_params {
+  const m3_rows *rows;
+  m3_layer_cache cache;
+} m3_turn_params;
+
 /* Bytes [offset, offset + bytes) of an array of pages. */
 typedef struct m3_page_params {
   void *pages;
@@ -311,6 +339,11 @@ typedef struct m3_backend {
   void (*head)(const m3_context *c, const m3_head_params *p);
   bool (*head_input)(const m3_context *c, const m3_head_input_params *p);       /* NULL: no operation adds to sums */
   bool (*finite)(const m3_context *c, const float *x, int64_t n, m3_part part); /* false: x is not finite */
+
+  /* Of the vision tower; all NULL in a backend that has none. */
+  void (*linear)(const m3_context *c, const m3_linear_params *p);
+  void (*layer_norm)(const m3_context *c, const m3_layer_norm_params *p);
+  void (*turn)(const m3_context *c, const m3_turn_params *p);
 } m3_backend;
 
 extern const m3_backend m3_cpu_backend;

@@ -158,13 +158,35 @@ static m3_status write_logits(m3_session *s, const m3_context *c, const m3_batch
   return M3_OK;
 }
 
+/* Given embeddings over what `embed` looked up for their rows. */
+static void upload_embeddings(m3_session *s, const m3_batch *batch, const int32_t *ids, int32_t n) {
+  int64_t n_embd = s->model->hparams.n_embd;
+  for (int32_t r = 0, end; r < n; r = end + 1) {
+    for (end = r; end < n && ids[end] == -1;) end++;
+    if (end == r) continue;
+    s->model->backend->upload(s->state, s->hidden + r * n_embd, batch->embeddings + s->embedded * n_embd,
+                              (uint64_t)((end - r) * n_embd) * sizeof(float));
+    s->embedded += end - r;
+  }
+}
+
 static void enter(m3_session *s, const m3_context *c, const m3_batch *batch, const m3_rows *rows, int64_t first) {
   const m3_backend *b = s->model->backend;
   int64_t n_embd = s->model->hparams.n_embd;
-  if (s->options.layer_first == 0)
-    b->embed(c, &(m3_embed_params){&s->model->outer[M3_TOKEN_EMBD], rows, s->hidden});
-  else
+  if (s->options.layer_first > 0) {
     b->upload(s->state, s->hidden, batch->hidden + first * n_embd, (uint64_t)(rows->n * n_embd) * sizeof(float));
+    return;
+  }
+  b->embed(c, &(m3_embed_params){&s->model->outer[M3_TOKEN_EMBD], rows, s->hidden});
+  if (batch->embeddings) upload_embeddings(s, batch, batch->ids + first, rows->n);
+}
+
+/* Ids of the chunk as operations take them: a row of a given embedding has the first one of the vocabulary. */
+static const int32_t *ids_of(m3_session *s, const m3_batch *batch, int64_t first, int32_t n) {
+  if (s->options.layer_first > 0) return NULL;
+  if (!batch->embeddings) return batch->ids + first;
+  for (int32_t r = 0; r < n; r++) s->row_ids[r] = batch->ids[first + r] < 0 ? 0 : batch->ids[first + r];
+  return s->row_ids;
 }
 
 static m3_status cancelled(m3_error *err) { return m3_fail(err, M3_ERROR_CANCELLED, "the evaluation was cancelled"); }
@@ -208,8 +230,8 @@ static void write_hidden(m3_session *s, const m3_batch *batch, int64_t first, in
  * that its span wants, and nothing given or recorded. Experts on the CPU are no operation of the backend: with them the
  * others are called one by one. `place`: of the first row's output. */
 static bool is_step(const m3_session *s, const m3_batch *batch, const m3_rows *rows, int64_t first, int64_t *place) {
-  if (!s->model->backend->replay || s->host_experts || !rows->ids || batch->blocks || s->options.record ||
-      rows->n > M3_LOGIT_ROWS)
+  if (!s->model->backend->replay || s->host_experts || !rows->ids || batch->blocks || batch->embeddings ||
+      s->options.record || rows->n > M3_LOGIT_ROWS)
     return false;
   int64_t end = 0;
   int32_t span = 0;
@@ -246,8 +268,7 @@ static m3_status run_step(m3_session *s, m3_context *c, const m3_batch *batch, c
 
 static m3_status run_chunk(m3_session *s, m3_context *c, const m3_batch *batch, int64_t first, int32_t n,
                            m3_error *err) {
-  const int32_t *ids = s->options.layer_first == 0 ? batch->ids + first : NULL;
-  m3_rows rows = {n, s->row_seq, s->row_pos, s->cache.tables, s->cos, s->sin, ids};
+  m3_rows rows = {n, s->row_seq, s->row_pos, s->cache.tables, s->cos, s->sin, ids_of(s, batch, first, n)};
   int64_t place = 0;
   if (atomic_load(&s->cancel)) return cancelled(err);
   fill_rope(s, n);

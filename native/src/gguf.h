@@ -26,6 +26,10 @@ m3_status m3_gguf_i64(const m3_gguf *gguf, const char *key, int64_t *out, m3_err
 m3_status m3_gguf_f32(const m3_gguf *gguf, const char *key, float *out, m3_error *err);
 m3_status m3_gguf_str(const m3_gguf *gguf, const char *key, m3_string *out, m3_error *err);
 
+/* The same in a range, and for a float above 0; M3_ERROR_MODEL with the value if it is not. */
+m3_status m3_gguf_int(const m3_gguf *gguf, const char *key, int64_t low, int64_t high, int64_t *out, m3_error *err);
+m3_status m3_gguf_positive(const m3_gguf *gguf, const char *key, float *out, m3_error *err);
+
 /* strcmp of a string of the file with a NUL-terminated one. */
 bool m3_string_is(m3_string s, const char *text);
 

@@ -1,5 +1,6 @@
 /* Metadata of a GGUF header: keys and their values. */
 #include <inttypes.h>
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -204,6 +205,23 @@ m3_status m3_gguf_f32(const m3_gguf *g, const char *key, float *out, m3_error *e
   if (status) return status;
   if (kv->type != M3_KV_F32) return wrong_type(g, key, "6 (float32)", kv, err);
   memcpy(out, kv->data, 4);
+  return M3_OK;
+}
+
+m3_status m3_gguf_int(const m3_gguf *g, const char *key, int64_t low, int64_t high, int64_t *out, m3_error *err) {
+  m3_status status = m3_gguf_i64(g, key, out, err);
+  if (status) return status;
+  if (*out < low || *out > high)
+    return m3_fail(err, M3_ERROR_MODEL, "%s: key '%s' is %" PRId64 ", expected %" PRId64 " to %" PRId64, g->name, key,
+                   *out, low, high);
+  return M3_OK;
+}
+
+m3_status m3_gguf_positive(const m3_gguf *g, const char *key, float *out, m3_error *err) {
+  m3_status status = m3_gguf_f32(g, key, out, err);
+  if (status) return status;
+  if (!isfinite(*out) || *out <= 0)
+    return m3_fail(err, M3_ERROR_MODEL, "%s: key '%s' is %g, expected a positive number", g->name, key, (double)*out);
   return M3_OK;
 }
 

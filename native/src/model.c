@@ -94,32 +94,14 @@ static const int_key int_keys[] = {
     {ARCH ".attention.indexer.local_blocks", FIELD(local_blocks), 1, M3_MAX_TOP_K},
 };
 
-static m3_status read_int(const m3_gguf *g, const char *key, int64_t low, int64_t high, int64_t *out, m3_error *err) {
-  m3_status status = m3_gguf_i64(g, key, out, err);
-  if (status) return status;
-  if (*out < low || *out > high)
-    return m3_fail(err, M3_ERROR_MODEL, "%s: key '%s' is %" PRId64 ", expected %" PRId64 " to %" PRId64,
-                   m3_gguf_name(g), key, *out, low, high);
-  return M3_OK;
-}
-
-static m3_status read_float(const m3_gguf *g, const char *key, float *out, m3_error *err) {
-  m3_status status = m3_gguf_f32(g, key, out, err);
-  if (status) return status;
-  if (!isfinite(*out) || *out <= 0)
-    return m3_fail(err, M3_ERROR_MODEL, "%s: key '%s' is %g, expected a positive number", m3_gguf_name(g), key,
-                   (double)*out);
-  return M3_OK;
-}
-
 /* What the format writes as numbers of its own but this architecture fixes. */
 static m3_status check_constants(const m3_gguf *g, const m3_hparams *h, m3_error *err) {
   int64_t value;
-  m3_status status = read_int(g, ARCH ".attention.value_length", h->head_dim, h->head_dim, &value, err);
+  m3_status status = m3_gguf_int(g, ARCH ".attention.value_length", h->head_dim, h->head_dim, &value, err);
   if (status) return status;
-  status = read_int(g, ARCH ".expert_gating_func", 2, 2, &value, err); /* sigmoid */
+  status = m3_gguf_int(g, ARCH ".expert_gating_func", 2, 2, &value, err); /* sigmoid */
   if (status) return status;
-  status = read_int(g, ARCH ".expert_weights_norm", 1, 1, &value, err);
+  status = m3_gguf_int(g, ARCH ".expert_weights_norm", 1, 1, &value, err);
   if (status) return status;
   m3_string scaling;
   if (!m3_gguf_find_kv(g, ARCH ".rope.scaling.type")) return M3_OK;
@@ -181,25 +163,25 @@ m3_status m3_read_hparams(const m3_gguf *g, m3_hparams *h, m3_error *err) {
   int64_t value;
   for (size_t i = 0; i < sizeof int_keys / sizeof *int_keys; i++) {
     const int_key *k = &int_keys[i];
-    status = read_int(g, k->key, k->low, k->high, &value, err);
+    status = m3_gguf_int(g, k->key, k->low, k->high, &value, err);
     if (status) return status;
     int32_t narrow = (int32_t)value;
     memcpy((char *)h + k->offset, &narrow, sizeof narrow);
   }
-  status = read_int(g, ARCH ".context_length", 1, INT32_MAX, &h->context_train, err);
+  status = m3_gguf_int(g, ARCH ".context_length", 1, INT32_MAX, &h->context_train, err);
   if (status) return status;
   int64_t n_shared;
-  status = read_int(g, ARCH ".expert_shared_count", 0, M3_MAX_EXPERTS, &n_shared, err);
+  status = m3_gguf_int(g, ARCH ".expert_shared_count", 0, M3_MAX_EXPERTS, &n_shared, err);
   if (status) return status;
   if (n_shared * h->n_ff_expert > M3_MAX_DIM)
     return m3_fail(err, M3_ERROR_MODEL, "%s: shared experts of width %" PRId64 ", expected at most %d", m3_gguf_name(g),
                    n_shared * h->n_ff_expert, M3_MAX_DIM);
   h->n_ff_shared = (int32_t)(n_shared * h->n_ff_expert);
-  status = read_float(g, ARCH ".rope.freq_base", &h->rope_theta, err);
+  status = m3_gguf_positive(g, ARCH ".rope.freq_base", &h->rope_theta, err);
   if (status) return status;
-  status = read_float(g, ARCH ".attention.layer_norm_rms_epsilon", &h->rms_eps, err);
+  status = m3_gguf_positive(g, ARCH ".attention.layer_norm_rms_epsilon", &h->rms_eps, err);
   if (status) return status;
-  status = read_float(g, ARCH ".expert_weights_scale", &h->expert_scale, err);
+  status = m3_gguf_positive(g, ARCH ".expert_weights_scale", &h->expert_scale, err);
   if (status) return status;
   h->swiglu_alpha = 1.702f;
   h->swiglu_limit = 7.0f;

@@ -175,6 +175,7 @@ static int list_buffers(m3_session *s, const m3_model *m, const m3_session_optio
       {(void **)&s->logits, logit_rows * h->n_vocab, sizeof(float), false},
       {(void **)&s->picked, logit_rows * h->n_embd, sizeof(float), false},
       {(void **)&s->row_seq, rows, sizeof(int32_t), true},
+      {(void **)&s->row_ids, rows, sizeof(int32_t), true},
       {(void **)&s->row_pos, rows, sizeof(int64_t), true},
       {(void **)&s->scores, scores ? rows * h->n_index_head * blocks : 0, sizeof(float), false},
       {(void **)&s->mass, mass ? rows * h->n_head * h->top_k : 0, sizeof(float), false},
@@ -350,10 +351,19 @@ static m3_status check_input(const m3_session *s, const m3_batch *b, m3_error *e
   if (from_ids ? !b->ids || b->hidden : !b->hidden || b->ids)
     return m3_fail(err, M3_ERROR_ARGUMENT, "a window that starts at layer %d takes %s and nothing else",
                    (int)s->options.layer_first, from_ids ? "ids" : "hidden states");
-  for (int64_t i = 0; from_ids && i < b->n_tokens; i++)
-    if (b->ids[i] < 0 || b->ids[i] >= s->model->hparams.n_vocab)
-      return m3_fail(err, M3_ERROR_ARGUMENT, "token id %d at row %" PRId64 ", expected 0 to %d", (int)b->ids[i], i,
-                     s->model->hparams.n_vocab - 1);
+  int64_t given = 0;
+  for (int64_t i = 0; from_ids && i < b->n_tokens; i++) {
+    bool embedded = b->ids[i] == -1 && b->embeddings;
+    given += embedded;
+    if (!embedded && (b->ids[i] < 0 || b->ids[i] >= s->model->hparams.n_vocab))
+      return m3_fail(err, M3_ERROR_ARGUMENT, "token id %d at row %" PRId64 ", expected 0 to %d%s", (int)b->ids[i], i,
+                     s->model->hparams.n_vocab - 1, b->embeddings ? ", or -1 for a given embedding" : "");
+  }
+  int64_t count = b->embeddings ? b->embeddings_count : 0;
+  if (count != given * s->model->hparams.n_embd)
+    return m3_fail(err, M3_ERROR_ARGUMENT,
+                   "embeddings: %" PRId64 " values, expected %" PRId64 " for %" PRId64 " rows of id -1", count,
+                   given * s->model->hparams.n_embd, given);
   return M3_OK;
 }
 
@@ -463,6 +473,7 @@ static m3_status open_records(m3_session *s, const m3_batch *b, m3_error *err) {
 
 static m3_status run_chunks(m3_session *s, const m3_batch *b, m3_error *err) {
   int32_t span = 0, in_span = 0;
+  s->embedded = 0;
   for (int64_t first = 0; first < b->n_tokens;) {
     int32_t n = 0;
     for (; n < s->options.chunk && first + n < b->n_tokens; n++) {

@@ -20,7 +20,9 @@ struct m3_session {
   float *logits;         /* [logit_rows, n_vocab] on the backend */
   float *picked;         /* [logit_rows, n_embd] rows whose logits are wanted, on the backend */
   int32_t *row_seq;      /* [chunk] */
+  int32_t *row_ids;      /* [chunk] ids of a chunk of which some embeddings are given */
   int64_t *row_pos;      /* [chunk] */
+  int64_t embedded;      /* given embeddings that the running eval has taken */
   float *scores;         /* [chunk, n_index_head, blocks of the longest sequence] when scores are recorded */
   float *mass;           /* [chunk, n_head, top_k] when masses are recorded */
   int64_t last_rows;     /* of the last eval */

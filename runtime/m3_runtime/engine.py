@@ -420,14 +420,21 @@ class Session:
         return self._pointer
 
     def eval(
-        self, ids: ArrayLike, seq: int = 0, *, all_logits: bool = False, progress: Progress | None = None
+        self,
+        ids: ArrayLike,
+        seq: int = 0,
+        *,
+        all_logits: bool = False,
+        embeddings: ArrayLike | None = None,
+        progress: Progress | None = None,
     ) -> Floats:
-        """Appends ids (int32 [n], n >= 1) to a sequence.
+        """Appends ids (int32 [n], n >= 1) to a sequence. embeddings: see `forward`.
 
         Returns logits of the last position, float32 [n_vocab], or of all, float32 [n, n_vocab], if all_logits.
         ContextError if they do not fit, NotFiniteError if a layer computes NaN; the sequence is then unchanged.
         """
-        out = self.forward([(seq, ids)], output="all" if all_logits else "last", progress=progress)
+        output: Literal["all", "last"] = "all" if all_logits else "last"
+        out = self.forward([(seq, ids)], output=output, embeddings=embeddings, progress=progress)
         return out if all_logits else out[0]
 
     def eval_batch(self, parts: Sequence[tuple[int, ArrayLike]], *, progress: Progress | None = None) -> Floats:
@@ -440,6 +447,7 @@ class Session:
         *,
         output: Literal["last", "all", "hidden"] = "last",
         blocks: ArrayLike | None = None,
+        embeddings: ArrayLike | None = None,
         progress: Progress | None = None,
     ) -> Floats:
         """Runs the layer window over rows of several sequences: (seq, rows) pairs.
@@ -449,9 +457,12 @@ class Session:
         hidden states ("hidden": [all rows, n_embd]).
         blocks: int32 [sparse layers of the window, all rows, index_heads, top_k], lists to read instead of the selected
         ones, as `selected_blocks` gives them.
+        embeddings: float32 [rows of id -1, n_embd], what these rows enter with in place of an embedding of the
+        vocabulary: the tokens of images.
         """
         pointer, h = self._open_pointer(), self._model.hparams
-        rows = [self._as_rows(part) for _, part in parts]
+        lowest = 0 if embeddings is None else -1
+        rows = [self._as_rows(part, lowest) for _, part in parts]
         joined = np.concatenate(rows) if rows else np.empty(0, np.int32)
         n = len(joined)
         shape = (len(parts) if output == "last" else n, h.n_embd if output == "hidden" else h.n_vocab)
@@ -462,6 +473,10 @@ class Session:
             lists = np.ascontiguousarray(blocks, np.int32)
             batch.blocks, batch.blocks_count = ffi.from_buffer("int32_t[]", lists), lists.size
             keep.append(lists)
+        if embeddings is not None:
+            given = self._as_embeddings(embeddings)
+            batch.embeddings, batch.embeddings_count = ffi.from_buffer("float[]", given), given.size
+            keep.append(given)
         with self._exclusively() as held:
             before = [(seq, int(lib.m3_session_length(pointer, seq))) for seq, _ in parts]
             # The buffers travel with the work, which outlives an exception of `progress` until it is cancelled.
@@ -490,7 +505,13 @@ class Session:
             finally:
                 self._caller.release()
 
-    def _as_rows(self, part: ArrayLike) -> NDArray[Any]:
+    def _as_embeddings(self, embeddings: ArrayLike) -> Floats:
+        given = np.ascontiguousarray(embeddings, np.float32)
+        if given.ndim != 2 or given.shape[1] != self._model.hparams.n_embd:
+            raise InputError(f"embeddings of shape {given.shape}, expected [n, {self._model.hparams.n_embd}]")
+        return given
+
+    def _as_rows(self, part: ArrayLike, lowest: int = 0) -> NDArray[Any]:
         if self._window_first:
             rows = np.ascontiguousarray(part, np.float32)
             if rows.ndim != 2 or rows.shape[1] != self._model.hparams.n_embd:
@@ -499,9 +520,9 @@ class Session:
         ids = np.asarray(part)
         if ids.ndim != 1 or not (np.issubdtype(ids.dtype, np.integer) or ids.size == 0):
             raise InputError(f"ids are {ids.dtype} of shape {ids.shape}, expected integers of shape [n]")
-        if ids.size and (ids.min() < 0 or ids.max() >= self._model.hparams.n_vocab):
-            bad = ids[(ids < 0) | (ids >= self._model.hparams.n_vocab)][0]
-            raise InputError(f"token id {bad}, expected 0 to {self._model.hparams.n_vocab - 1}")
+        if ids.size and (ids.min() < lowest or ids.max() >= self._model.hparams.n_vocab):
+            bad = ids[(ids < lowest) | (ids >= self._model.hparams.n_vocab)][0]
+            raise InputError(f"token id {bad}, expected {lowest} to {self._model.hparams.n_vocab - 1}")
         return np.ascontiguousarray(ids, np.int32)
 
     def _batch(

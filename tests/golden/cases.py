@@ -26,6 +26,8 @@ class GoldenCase:
     n_tokens: int
     prefill: int  #: tokens evaluated at once before single tokens follow
     chunk: int  #: size of chunks, odd so that they never end with a block
+    #: Images by the place in the text that they stand before, and their grids (t, h, w).
+    images: tuple[tuple[int, tuple[int, int, int]], ...] = ()
 
     @property
     def path(self) -> Path:
@@ -67,6 +69,20 @@ CASES = (
         prefill=29,
         chunk=23,
     ),
+)  # fmt: skip
+
+
+# Text with two images next to one another and one further on, between them more than the blocks that a query reads.
+IMAGE_PROMPT = GoldenCase(
+    name="image_prompt",
+    spec=CheckpointSpec(
+        layers=3, dense=1, hidden=96, heads=4, kv_heads=2, head_dim=32, rotary=16, index_dim=32, experts=4, top=2,
+        inter=64, shared_inter=64, dense_inter=160, vocab=512, block=16, top_k=3, vit_hidden=80, vit_layers=2, seed=2,
+    ),
+    n_tokens=120,
+    prefill=40,
+    chunk=23,
+    images=((10, (1, 6, 8)), (10, (1, 4, 4)), (70, (1, 10, 6))),
 )  # fmt: skip
 
 

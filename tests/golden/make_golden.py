@@ -4,7 +4,7 @@
     python tests/golden/make_golden.py --search   # the first seed of each case that keeps the gaps of cases.py
 
 Each case of cases.py gives one NAME.npz:
-    ids             int32 [n]                    the text
+    ids             int32 [n]                    the text, with the image tokens of IMAGE_PROMPT
     shards          str   [n_shards]             name and sha256 of the checkpoint's files
     positions       int32 [p]                    positions of `logits` and `scores_L*`
     logits          float32 [p, vocab]
@@ -35,7 +35,8 @@ import transformers
 from tokenizers import Tokenizer
 from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl as m3
 
-from golden.cases import CASES, MIN_BLOCK_GAP, MIN_EXPERT_GAP, GoldenCase, shard_hashes
+from golden.cases import CASES, IMAGE_PROMPT, MIN_BLOCK_GAP, MIN_EXPERT_GAP, GoldenCase, shard_hashes
+from golden.vision_cases import VisionCase, pixels_of
 from make_checkpoint import TEXT, make_checkpoint
 
 VERSIONS = {"torch": "2.13.0", "transformers": "5.24.0"}
@@ -74,6 +75,17 @@ def choose(scores: np.ndarray[Any, Any], block: int, top_k: int, local: int) -> 
         if 0 < free < forced[0]:
             gaps[p] = ranked[:, free - 1] - ranked[:, free]
     return blocks, gaps
+
+
+def insert_images(case: GoldenCase, ids: np.ndarray[Any, Any], tokenizer: Any) -> np.ndarray[Any, Any]:
+    """The text with the tokens that the release's processor writes for the images of a case."""
+    image, start, end = (tokenizer.token_to_id(name) for name in
+                         ("]<]image[>[", "]<]start of image[>[", "]<]end of image[>["))  # fmt: skip
+    parts, first = [], 0
+    for place, (t, h, w) in case.images:
+        parts += [ids[first:place], [start, *[image] * (t * h * w // 4), end]]
+        first = place
+    return np.concatenate([*parts, ids[first:]]).astype(np.int32)
 
 
 def run(case: GoldenCase, folder: Path) -> Arrays:
@@ -121,12 +133,18 @@ def run(case: GoldenCase, folder: Path) -> Arrays:
     ids = np.array(tokenizer.encode(TEXT.read_text(encoding="utf-8")).ids[: case.n_tokens], np.int32)
     if len(ids) != case.n_tokens:
         raise SystemExit(f"{case.name}: the text gives {len(ids)} tokens, {case.n_tokens} are needed")
+    images: dict[str, torch.Tensor] = {}
+    if case.images:
+        ids = insert_images(case, ids, tokenizer)
+        grids = tuple(grid for _, grid in case.images)
+        pixels = pixels_of(VisionCase(case.name, spec, (grids,)), 0)
+        images = {"pixel_values": torch.tensor(pixels), "image_grid_thw": torch.tensor(grids)}
     with torch.no_grad():
-        output = model.model(input_ids=torch.tensor(ids, dtype=torch.long)[None], use_cache=False)
+        output = model.model(input_ids=torch.tensor(ids, dtype=torch.long)[None], use_cache=False, **images)
         logits = model.lm_head(output.last_hidden_state)[0].float()
 
     limit = spec.top_k * spec.block  # from here on a query has a choice
-    n = case.n_tokens
+    n = len(ids)
     edges = [0, 1, spec.block - 1, spec.block, spec.block + 1, limit - 1, limit, limit + 1, limit + spec.block, n - 1]
     positions = np.array(sorted({*edges, *range(limit + spec.block // 2, n, (n - limit) // 12)}), np.int32)
     columns = np.linspace(0, spec.vocab - 1, 12).astype(np.int32)
@@ -189,7 +207,7 @@ def main() -> int:
         return 2
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    for case in CASES:
+    for case in (*CASES, IMAGE_PROMPT):
         if options.names and case.name not in options.names:
             continue
         if options.search:

@@ -401,6 +401,44 @@ static void check_cancel(const int32_t *ids, const run *want) {
   m3_session_close(s);
 }
 
+/* Embeddings of the vocabulary, given for some rows: what ids give, bit by bit, in one chunk and in many. */
+static void check_embeddings(const tiny_file *t, const int32_t *ids, const run *want) {
+  static int32_t mixed[N];
+  static float given[N * T_EMBD];
+  const float *table = tiny_data(t, "token_embd.weight");
+  for (int32_t chunk = 0; chunk <= 5; chunk += 5) {
+    m3_session_options o = plain;
+    o.chunk = chunk;
+    m3_session *s = new_session(o);
+    static run got;
+    int64_t rows = 0;
+    for (int i = 0; i < N; i++) {
+      bool embedded = i % 7 < 3 || i == N - 1;
+      mixed[i] = embedded ? -1 : ids[i];
+      if (embedded) memcpy(given + rows++ * T_EMBD, table + ids[i] * T_EMBD, T_EMBD * sizeof *given);
+    }
+    m3_span span = {0, N};
+    m3_batch b = {.struct_size = sizeof b,
+                  .output = M3_OUTPUT_ALL,
+                  .n_tokens = N,
+                  .ids = mixed,
+                  .n_spans = 1,
+                  .spans = &span,
+                  .out = got.logits,
+                  .out_count = (int64_t)N * T_VOCAB,
+                  .embeddings = given,
+                  .embeddings_count = rows * T_EMBD};
+    CHECK(m3_session_eval(s, &b, &err) == M3_OK, "%s", err.message);
+    CHECK(memcmp(got.logits, want->logits, sizeof got.logits) == 0, "given embeddings, chunk %d", (int)chunk);
+    b.embeddings_count--;
+    CHECK(m3_session_eval(s, &b, &err) == M3_ERROR_ARGUMENT && strstr(err.message, "embeddings: "), "%s", err.message);
+    b.embeddings = NULL, b.embeddings_count = 0;
+    CHECK(m3_session_eval(s, &b, &err) == M3_ERROR_ARGUMENT && strstr(err.message, "token id -1"), "%s", err.message);
+    CHECK(m3_session_length(s, 0) == N, "a refused batch changed the length");
+    m3_session_close(s);
+  }
+}
+
 /* `test_session cuda` runs on the GPU, `test_session cuda experts` with the routed experts on the CPU. */
 int main(int argc, char **argv) {
   if (argc > 1 && strcmp(argv[1], "cuda") == 0) options.device = M3_DEVICE_CUDA;
@@ -422,6 +460,7 @@ int main(int argc, char **argv) {
   m3_session_close(s);
   check_equivalent_runs(ids, &want);
   check_neighbours(ids, &want);
+  check_embeddings(&t, ids, &want);
   check_fork_and_rewind(ids, &want, M3_INDEX_SCAN_FULL);
   if (low_bit()) check_fork_and_rewind(ids, &want, M3_INDEX_SCAN_LOW_BIT);
   check_refusals(ids);

@@ -94,4 +94,7 @@ const m3_backend m3_cpu_backend = {
     .head = m3_cpu_head,
     .head_input = m3_cpu_head_input,
     .finite = m3_cpu_finite,
+    .linear = m3_cpu_linear,
+    .layer_norm = m3_cpu_layer_norm,
+    .turn = m3_cpu_turn,
 };

@@ -73,5 +73,8 @@ void m3_cpu_shared(const m3_context *c, const m3_ffn_params *p);
 void m3_cpu_head(const m3_context *c, const m3_head_params *p);
 bool m3_cpu_head_input(const m3_context *c, const m3_head_input_params *p);
 bool m3_cpu_finite(const m3_context *c, const float *x, int64_t n, m3_part part);
+void m3_cpu_linear(const m3_context *c, const m3_linear_params *p);
+void m3_cpu_layer_norm(const m3_context *c, const m3_layer_norm_params *p);
+void m3_cpu_turn(const m3_context *c, const m3_turn_params *p);
 
 #endif

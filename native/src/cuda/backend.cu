@@ -347,6 +347,9 @@ static const m3_backend cuda_backend = {
     .head = m3_cuda_head,
     .head_input = NULL,
     .finite = m3_cuda_finite,
+    .linear = NULL,
+    .layer_norm = NULL,
+    .turn = NULL,
 };
 
 __global__ static void probe() {}
