@@ -165,6 +165,7 @@ __device__ static void absorb(const attention_params &p, int32_t heads, int32_t 
       sum += scores[j];
     }
     sum = m3_warp_sum(sum);
+    __syncwarp(); /* all lanes have read b.max[g] */
     if (lane == 0) {
       float shrink = expf(before - largest);
       b.max[g] = largest;
