@@ -46,6 +46,16 @@ class Plan:
         """Of `device_bytes`, what is not there yet."""
         return self.device_bytes - self.loaded_bytes
 
+    def session_room(self, room: int | None, *, all_experts: bool) -> int | None:
+        """Bytes that are left for a session: of a GPU what the weights leave, else `room`. None if unknown.
+
+        room: bytes of the computer's memory that are left. all_experts: routed experts must be on the GPU too; else
+        they take nothing from a session.
+        """
+        if self.free_bytes is None:
+            return room
+        return max(0, self.free_bytes - self.weights_bytes - (self.experts_bytes if all_experts else 0))
+
     def check(self, context: int, room: int | None) -> None:
         """Raises MachineError with the numbers, and with what would help, if it does not fit.
 

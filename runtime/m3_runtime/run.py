@@ -166,18 +166,9 @@ class Run:
         def session_bytes(context: int) -> int:
             return self._model.memory(**self._session_options(context)).total
 
-        return memory.default_context(trained, needed, session_bytes, self._session_room())
-
-    def _session_room(self) -> int | None:
-        """Bytes for a session: of the GPU what the weights leave, else of the machine. None if that is unknown.
-
-        Experts that may stay on the CPU take nothing from it.
-        """
         least = self._model.plan(**self._session_options(1))
-        if least.free_bytes is None:
-            return self._room()
-        weights = least.weights_bytes + (least.experts_bytes if self._options.experts_on == "gpu" else 0)
-        return max(0, least.free_bytes - weights)
+        room = least.session_room(self._room(), all_experts=self._options.experts_on == "gpu")
+        return memory.default_context(trained, needed, session_bytes, room)
 
     def _room(self) -> int | None:
         """Bytes of the machine's memory that are left. None if that is unknown."""

@@ -109,7 +109,8 @@ class _Plan:
         trained = model.hparams.context_train
         if options.context is not None and options.context > trained:
             raise InputError(f"--context {options.context}: the file's context is {trained}")
-        room = self._session_room()
+        least = model.plan(**self._session(1, 1))
+        room = least.session_room(self._room(), all_experts=options.experts_on == "gpu")
         self.context = options.context or memory.default_context(trained, 0, self._bytes_of_one, room)
         memory.check_session_fits(self._bytes_of_one(self.context), self.context, room)
         self.session = self._session(self.context, self._pages(room))
@@ -122,17 +123,6 @@ class _Plan:
             parallel=options.parallel,
             queue=options.queue,
         )
-
-    def _session_room(self) -> int | None:
-        """Bytes for a session: of the GPU what the weights leave, else of the machine. None if that is unknown.
-
-        Experts that may stay on the CPU take nothing from it.
-        """
-        least = self._model.plan(**self._session(1, 1))
-        if least.free_bytes is None:
-            return self._room()
-        weights = least.weights_bytes + (least.experts_bytes if self._options.experts_on == "gpu" else 0)
-        return max(0, least.free_bytes - weights)
 
     def _room(self) -> int | None:
         """Bytes of the machine's memory that are left. None if that is unknown."""
