@@ -61,7 +61,7 @@ def test_a_file_of_other_settings_is_refused_and_the_chat_goes_on(chat: Chat, tm
     alone = chat("Again", options=options)[1]
     code, out, err = chat(f"/load {file}", "Again", options=options)
     assert (code, out) == (2, alone)
-    assert err.startswith(f"m3-run: {file}: ")
+    assert f"\nm3-run: {file}: " in err
 
 
 def test_a_damaged_file_is_refused_and_the_chat_goes_on(chat: Chat, tmp_path: Path):
