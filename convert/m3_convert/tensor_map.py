@@ -4,7 +4,7 @@ The order is that of the file. No rows of q and k are permuted: the rotation pai
 both sides.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -118,6 +118,26 @@ def layer_of(name: str) -> int:
     return int(rest.partition(".")[0]) if first == "blk" else -1
 
 
+def check_sources(
+    checkpoint: Checkpoint, wanted: Mapping[str, tuple[int, ...]], dtypes: Sequence[str], part: str
+) -> None:
+    """Raises InputError for source tensors of another shape than `wanted` says, or of a dtype not in `dtypes`.
+
+    part: of the model, with a space behind it, for the message; may be empty.
+    """
+    found, path = checkpoint.tensors, checkpoint.path
+    shapes = [
+        f"{name} (expected {list(shape)}, found {list(found[name].shape)})"
+        for name, shape in wanted.items()
+        if found[name].shape != shape
+    ]
+    if shapes:
+        raise InputError(f"{path}: {len(shapes)} {part}tensors of another shape: {listed(shapes)}")
+    others = [f"{name} ({found[name].dtype})" for name in wanted if found[name].dtype not in dtypes]
+    if others:
+        raise InputError(f"{path}: expected {', '.join(dtypes)} {part}weights, found {listed(others)}")
+
+
 def _check_names(checkpoint: Checkpoint, wanted: Mapping[str, tuple[int, ...]], left_out: set[str]) -> None:
     found = checkpoint.tensors
     missing = [name for name in wanted if name not in found]
@@ -133,16 +153,7 @@ def _check_names(checkpoint: Checkpoint, wanted: Mapping[str, tuple[int, ...]], 
         raise InputError(
             f"{checkpoint.path}: {len(extra)} tensors that a model of this config does not have: {listed(extra)}"
         )
-    shapes = [
-        f"{name} (expected {list(shape)}, found {list(found[name].shape)})"
-        for name, shape in wanted.items()
-        if found[name].shape != shape
-    ]
-    if shapes:
-        raise InputError(f"{checkpoint.path}: {len(shapes)} tensors of another shape: {listed(shapes)}")
-    dtypes = [f"{name} ({found[name].dtype})" for name in wanted if found[name].dtype not in WEIGHT_DTYPES]
-    if dtypes:
-        raise InputError(f"{checkpoint.path}: expected {', '.join(WEIGHT_DTYPES)} weights, found {listed(dtypes)}")
+    check_sources(checkpoint, wanted, WEIGHT_DTYPES, "")
     bare = [name for name in wanted if found[name].dtype == FP8 and name + SCALE_SUFFIX not in found]
     if bare:
         raise InputError(f"{checkpoint.path}: {len(bare)} FP8 tensors without a {SCALE_SUFFIX} scale: {listed(bare)}")

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from m3_convert.checkpoint import Checkpoint, listed
-from m3_convert.tensor_map import VISION_PREFIXES, MappedTensor, SourceMatrix, TensorSpec
+from m3_convert.tensor_map import VISION_PREFIXES, MappedTensor, SourceMatrix, TensorSpec, check_sources
 from m3_convert.vision_config import CHANNELS, FRAMES, MERGE, VisionConfig
 from m3_runtime.errors import InputError
 
@@ -85,16 +85,7 @@ def _check(checkpoint: Checkpoint, wanted: Mapping[str, tuple[int, ...]]) -> Non
         raise InputError(
             f"{path}: {len(extra)} vision tensors that a model of this config does not have: {listed(extra)}"
         )
-    shapes = [
-        f"{name} (expected {list(shape)}, found {list(found[name].shape)})"
-        for name, shape in wanted.items()
-        if found[name].shape != shape
-    ]
-    if shapes:
-        raise InputError(f"{path}: {len(shapes)} vision tensors of another shape: {listed(shapes)}")
-    dtypes = [f"{name} ({found[name].dtype})" for name in wanted if found[name].dtype not in DTYPES]
-    if dtypes:
-        raise InputError(f"{path}: expected {', '.join(DTYPES)} vision tensors, found {listed(dtypes)}")
+    check_sources(checkpoint, wanted, DTYPES, "vision ")
 
 
 def _patch_embedding(config: VisionConfig, frame: int) -> VisionTensor:

@@ -229,7 +229,7 @@ def without_vision(tensors: dict[str, Tensor]) -> None:
         ),
         (
             put("multi_modal_projector.linear_1.weight", "F8_E4M3", (64, 80)),
-            "expected BF16, F16, F32 vision tensors, found multi_modal_projector.linear_1.weight (F8_E4M3)",
+            "expected BF16, F16, F32 vision weights, found multi_modal_projector.linear_1.weight (F8_E4M3)",
         ),
         (
             without_vision,
